@@ -39,7 +39,8 @@ class Mask:
         q_offset: position of query 0 among the keys: 0 is PyTorch's `is_causal` (aligned top left), `n_k - n_q` is
             FlashAttention's (aligned bottom right), the cache length when decoding. An int; or int32 or int64 on the
             device of q, [B] for samples that differ, or [B, n_q] for queries that do: query i of sample b then stands
-            at `q_offset[b, i] + i` (with `segment_ids`, + its rank in its document).
+            at `q_offset[b, i] + i` (with `segment_ids`, + its rank in its document). From -2**61 to 2**61, which is not
+            checked in tensors.
         window: how far to the (left, right) of its own position a query may look; None is no limit.
         real_keys: bool [B, n_k]; False marks padding, in any pattern.
         real_queries: bool [B, n_q]; a False row is never read: its output is 0, its lse -inf, its gradient 0.
@@ -81,8 +82,8 @@ class Mask:
             if not isinstance(self.q_offset, Tensor):
                 raise ValueError(f"mask.q_offset must be an int or an integer Tensor, got {_shown(self.q_offset)}")
             _check_table("q_offset", self.q_offset, _INTEGERS, (1, 2))
-        elif not (isinstance(self.q_offset, torch.SymInt) or abs(self.q_offset) <= 2**62):  # positions have 64 bits
-            raise ValueError(f"mask.q_offset must be an int from -2**62 to 2**62, got {self.q_offset}")
+        elif not (isinstance(self.q_offset, torch.SymInt) or abs(self.q_offset) <= 2**61):  # kFar in csrc/mask.h
+            raise ValueError(f"mask.q_offset must be an int from -2**61 to 2**61, got {self.q_offset}")
         if self.window is not _NO_WINDOW:
             if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
                 raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
@@ -383,8 +384,8 @@ class Mask:
         """A copy of this mask that also hides what `real_keys` [B, n_k] and `real_queries` [B, n_q] mark as padding."""
         return replace(
             self,
-            real_keys=_both(self.real_keys, real_keys),
-            real_queries=_both(self.real_queries, real_queries),
+            real_keys=_both_fitting("real_keys", self.real_keys, real_keys),
+            real_queries=_both_fitting("real_queries", self.real_queries, real_queries),
         )
 
     def tensors(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from ..api import attention, attention_with_weights
 from ..spec import Mask, RelativeBias, explaining, is_jagged, refuse_unknown
 from .cache import AttentionCache
 from .checks import check_heads, check_ints, check_probability, refuse_proxy
-from .masks import canonical_mask
+from .masks import canonical_mask, check_hint
 from .pages import PagedLayer
 from .positions import Rotation
 
@@ -208,8 +208,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                     raise AssertionError(f"{name} must be None where query is nested, got {type(x).__name__}")
             if is_jagged(query):
                 self._check_jagged(query, key, value, attn_mask, need_weights)
-                if is_causal and attn_mask is None:
-                    raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
+                check_hint(attn_mask, is_causal)
                 return self._forward_jagged(query, key, value, attn_mask), None
             self._check_nested(query, key, value, key_padding_mask, attn_mask)
             return self._forward_nested(query, need_weights, average_attn_weights)

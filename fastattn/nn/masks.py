@@ -30,6 +30,7 @@ def canonical_mask(
 
     `is_causal` is torch's hint that `attn_mask` is the causal mask. It is trusted where torch trusts it, which is
     without weights and without a `key_padding_mask`; everywhere else the values of `attn_mask` decide.
+    A `Mask` says itself whether it is causal.
 
     Args:
         key_padding_mask: [B, S], or [S] if not `batched`; bool (True hides) or float (added).
@@ -40,9 +41,11 @@ def canonical_mask(
 
     Raises:
         AssertionError, RuntimeError: whichever of them torch raises for the same call.
+        ValueError: a `Mask` does not fit the rest.
     """
     B, H, L, S = shape
     if isinstance(attn_mask, Mask):
+        check_hint(attn_mask, is_causal)
         _check_padding(key_padding_mask, (B, S) if batched else (S,), queries)
         if appended and attn_mask.features():
             check_mask(attn_mask, queries.device, *shape)
@@ -191,9 +194,8 @@ def _check_attn_mask(
 ) -> None:
     """Refuses the attn_mask that torch refuses, with the same class of exception; with `hint_decides`, of any shape."""
     _check_kind("attn_mask", mask, queries)
+    check_hint(mask, is_causal)
     if mask is None:
-        if is_causal:
-            raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
         return
     B, H, L, S = shape
     wanted = (L, S) if mask.dim() == 2 else (B * H, L, S)
@@ -201,6 +203,14 @@ def _check_attn_mask(
         raise AssertionError(f"attn_mask must be {[L, S]} or {[B * H, L, S]}, got {list(mask.shape)}")
     if not hint_decides and mask.shape != wanted:
         raise RuntimeError(f"attn_mask must be {list(wanted)}, got {list(mask.shape)}")
+
+
+def check_hint(mask: Tensor | Mask | None, is_causal: bool) -> None:
+    """Refuses the hint that a mask is causal where there is none, and where it is a `Mask` that is not."""
+    if is_causal and mask is None:
+        raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
+    if is_causal and isinstance(mask, Mask) and not mask.causal:
+        raise ValueError("is_causal must be False beside a Mask without causal, got True; write Mask(causal=True, ...)")
 
 
 def _check_kind(name: str, mask: Tensor | None, queries: Tensor) -> None:

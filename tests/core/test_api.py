@@ -85,8 +85,8 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "sparse bias": ({"bias": torch.ones(7).to_sparse()}, "bias must be a floating Tensor, got torch.sparse_coo"),
     "backend in a list": ({"backend": []}, "backend must be a str or None, got list"),
     "far q_offset": (
-        {"mask": made_of(q_offset=2**62 + 1)},
-        f"mask.q_offset must be an int from -2**62 to 2**62, got {2**62 + 1}",
+        {"mask": made_of(q_offset=2**61 + 1)},
+        f"mask.q_offset must be an int from -2**61 to 2**61, got {2**61 + 1}",
     ),
     "far window": (
         {"mask": made_of(window=(2**63, 0))},

@@ -350,6 +350,21 @@ def test_a_mask_over_appended_keys_is_refused():
         module(x, x, x, attn_mask=Mask(real_keys=torch.ones(2, 6).bool()))
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (2, 1)], ids=str)
+def test_a_mask_is_not_broadcast_beside_padding(shape):
+    module, x = MultiHeadAttention(8, 2, batch_first=True), torch.ones(2, 5, 8)
+    with pytest.raises(ValueError, match=re.escape(f"mask.real_keys must fit that of the other mask, got {[*shape]}")):
+        module(x, x, x, ~padded(5, 2), attn_mask=Mask(real_keys=torch.ones(shape).bool()))
+
+
+def test_a_mask_without_causal_is_not_hinted_to_be_causal():
+    module, x = pair(8, 2, batch_first=True)[1], normal(2, 5, 8)
+    mask = Mask(causal=True, window=(1, None))
+    assert_same(module(x, x, x, attn_mask=mask, is_causal=True), module(x, x, x, attn_mask=mask))
+    with pytest.raises(ValueError, match="is_causal must be False beside a Mask without causal, got True; write Mask"):
+        module(x, x, x, attn_mask=Mask(window=(1, None)), is_causal=True)
+
+
 def test_a_learned_mask_gets_its_gradient():
     theirs, ours = pair(8, 2, batch_first=True)
     x = normal(2, 4, 8)
@@ -747,6 +762,7 @@ WITH_HOLES = torch.nested.nested_tensor_from_jagged(
         ({}, {"attn_mask": torch.zeros(5, 5)}, "attn_mask must be a fastattn.Mask where query is nested"),
         ({}, {"key_padding_mask": torch.zeros(2, 5)}, "key_padding_mask must be None where query is nested"),
         ({}, {"is_causal": True}, "attn_mask must be given with is_causal"),
+        ({}, {"is_causal": True, "attn_mask": Mask()}, "is_causal must be False beside a Mask without causal"),
         ({}, {"key": normal(2, 3, 8)}, "key must be nested"),
         ({}, {"value": jagged(4, 4)}, "v must be nested with the lengths of k"),
         ({}, {"query": WITH_HOLES}, "query must be nested without holes"),

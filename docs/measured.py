@@ -96,8 +96,8 @@ def recipes(machine: str, name: str = "") -> str:
     row = next(row for row in document["rows"] if row["what"] == name)
     ms = {who: 1e3 * median(row["seconds"][who]) for who in ("fastattn", "naive")}
     cost = [f"{ms[who]:.{1 if ms[who] < 100 else 0}f} ms, {row['peak_bytes'][who] / 2**20:.1f} MiB" for who in ms]
-    low, high = _quartiles(row["seconds"], "naive", "fastattn")
-    speed_up = f"{ms['naive'] / ms['fastattn']:.1f} times as fast ({low:.1f}-{high:.1f})"
+    low, middle, high = _quartiles(row["seconds"], "naive", "fastattn")
+    speed_up = f"{middle:.1f} times as fast ({low:.1f}-{high:.1f})"
     return f"**{cost[0]}**, the naive way {cost[1]}: {speed_up}. {row['shape']}, fp32."
 
 
@@ -108,41 +108,32 @@ def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
     for row in document["rows"]:
         ms = {name: 1e3 * median(row["seconds"][name]) for name in names}
         quartiles = (_quartiles(row["seconds"], names[0], name) for name in ours)
-        speed_ups = (
-            f"{ms[names[0]] / ms[name]:.2f} ({low:.2f}-{high:.2f})"
-            for name, (low, high) in zip(ours, quartiles, strict=True)
-        )
+        speed_ups = (f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quartiles)
         lines.append((row[what], *(f"{ms[name]:.0f}" for name in names), *speed_ups))
     headings = ("", *(f"{name}, ms" for name in names), *(f"{name}, speed-up" for name in ours))
     fills = {row["fill"] for row in document["rows"] if "fill" in row}
     about = "".join(f" Fill {fill:.3f} = 1 / {1 / fill:.2f}." for fill in fills)
     rounds = [len(row["seconds"][names[0]]) for row in document["rows"]]
-    about += f" Medians of {min(rounds)} to {max(rounds)} rounds; in brackets the quartiles of the speed-up in a round."
+    about += f" Medians of {min(rounds)} to {max(rounds)} rounds; speed-ups: median and quartiles of those in a round."
     return f"{_about(document)}{about}\n\n{_table(headings, lines)}"
 
 
-def _quartiles(seconds: dict[str, list[float]], before: str, after: str) -> tuple[float, float]:
-    """Those of how many times as fast it is in a round."""
+def _quartiles(seconds: dict[str, list[float]], before: str, after: str) -> list[float]:
+    """All three of how many times as fast it is in a round; the ratio of two medians need not lie between them."""
     in_a_round = [a / b for a, b in zip(seconds[before], seconds[after], strict=True)]
-    low, _, high = quantiles(in_a_round, method="inclusive")
-    return low, high
+    return quantiles(in_a_round, method="inclusive")
 
 
 def chart_of_times(document: dict, title: str, what: str, *names: str) -> str:
     """Bars of how many times as fast each is as the last of the names, a group for each row; thin lines: quartiles."""
     groups = {}
     for row in document["rows"]:
-        ms = {name: 1e3 * median(row["seconds"][name]) for name in names}
-        groups[row[what]] = [
-            chart.Bar(
-                name,
-                ms[names[-1]] / ms[name],
-                f"{ms[names[-1]] / ms[name]:.2f}x, {ms[name]:.0f} ms",
-                "ours" if name in _OURS else "other",
-                None if name == names[-1] else _quartiles(row["seconds"], names[-1], name),
-            )
-            for name in names
-        ]
+        groups[row[what]] = []
+        for name in names:
+            low, middle, high = _quartiles(row["seconds"], names[-1], name)
+            text = f"{middle:.2f}x, {1e3 * median(row['seconds'][name]):.0f} ms"
+            line = None if name == names[-1] else (low, high)
+            groups[row[what]].append(chart.Bar(name, middle, text, "ours" if name in _OURS else "other", line))
     fills = {f" {row['fill']:.0%} of the batches are tokens." for row in document["rows"] if "fill" in row}
     return chart.draw(title, groups, f"Medians; thin lines: quartiles.{''.join(fills)} {_about(document)}")
 

@@ -578,7 +578,7 @@ def test_what_is_no_batch_of_tokens_is_refused_by_name(name):
 def test_a_mask_does_not_lose_what_stands_beside_it(name):
     stack, x, mask = stack_of(name), torch.ones(2, 5, E), "mask" if name == "Encoder" else "tgt_mask"
     padding = {"src_key_padding_mask" if name == "Encoder" else "tgt_key_padding_mask": torch.zeros(2, 5).bool()}
-    with pytest.raises(ValueError, match=r"mask.real_queries must fit that of the other mask, got \[1, 5\] and \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"mask.real_queries must fit that of the other mask, got \[1, 5\]"):
         stack(x, *[x] * (name == "Decoder"), **{mask: Mask(real_queries=torch.arange(5)[None] < 2)}, **padding)
     with pytest.raises(ValueError, match="is_causal must be False beside a Mask without causal, got True"):
         stack(x, *[x] * (name == "Decoder"), **{mask: Mask(), mask.replace("mask", "is_causal"): True})

@@ -38,11 +38,11 @@ def main(argv: list[str] | None = None) -> int:
         stage.add_argument("--again", action="store_true", help="also the tests that were not right or did not end")
     drawing = commands.add_parser("render", help="write Markdown and pictures beside each results file")
     drawing.add_argument("files", type=Path, nargs="*", help="default: all in benchmarks/results")
-    commands.add_parser("markdown", help="print the part of README.md about GPUs")
+    commands.add_parser("markdown", help="print the part of docs/performance.md about GPUs")
     args = parser.parse_args(argv)
 
     if args.command == "markdown":
-        print(render.for_readme(FOLDER))
+        print(render.for_docs(FOLDER))
     elif args.command == "render":
         for path in args.files or render.results_files(FOLDER):
             print(*render.render(path), sep="\n")

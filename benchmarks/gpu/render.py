@@ -1,4 +1,4 @@
-"""Reports of the results of stages: Markdown and pictures from a record, and the part of README.md about GPUs."""
+"""Reports of the results of stages: Markdown and pictures from a record, and the part of a page of docs about GPUs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STYLES = (
 _TIMED = ("bench", "hopper", "cuda")
 _COMPARED = ("bench", "hopper")  # cuda is about a backend that others are faster than
 _OURS = "fastattn"
-_IN_README = (
+_IN_DOCS = (
     *(f"D{D}-N{N}-{mask}" for D in (128, 64) for N in (4096, 16384) for mask in ("full", "causal")),
     *("D128-N2048-pad", "bert", "left-causal", "grouped-causal", "bias-N1024"),
 )
-_RIVALS_IN_README = ("SDPA cudnn", "SDPA flash", "SDPA efficient", "FlexAttention")
+_RIVALS_IN_DOCS = ("SDPA cudnn", "SDPA flash", "SDPA efficient", "FlexAttention")
 _NOT_DRAWN = ("SDPA math", "naive")  # an order of magnitude below the others
 _SQUARE = re.compile(r"D(\d+)-N(\d+)-(full|causal)")
 _FIGURES = {"tflops": "TFLOP/s", "gbps": "GB/s", "peak_mib": "peak MiB", "max_error": "max error"}
@@ -65,13 +65,13 @@ def summary(document: dict, stage: str) -> str:
     return "\n\n".join([*([_truth(truth)] if truth else []), *(_figures(timed) if timed else [])])
 
 
-def for_readme(folder: Path) -> str:
-    """What README.md says of GPUs: a table for each results file with figures, or that there is none."""
+def for_docs(folder: Path) -> str:
+    """What docs/performance.md says of GPUs: a table for each results file with figures, or that there is none."""
     documents = {path: load(path) for path in results_files(folder)}
     measured = {path: document for path, document in documents.items() if _timed_rows(document)}
     if not measured:
         return NOT_MEASURED
-    return "\n\n".join(_readme_table(path, document) for path, document in measured.items())
+    return "\n\n".join(_docs_table(path, document) for path, document in measured.items())
 
 
 def markdown(document: dict) -> str:
@@ -200,15 +200,15 @@ def _key(row: Row) -> tuple:
     return tuple(map(row.get, ("level", "case", "dtype", "pass")))
 
 
-def _readme_table(path: Path, document: dict) -> str:
+def _docs_table(path: Path, document: dict) -> str:
     rows = _timed_rows(document)
     commits = dict.fromkeys(run["versions"]["fastattn"] for run in document["runs"] if run["stage"] in _COMPARED)
     lines = []
-    for case in _IN_README:
+    for case in _IN_DOCS:
         passes = {timed: ours(rows, case, timed) for timed in ("forward", "backward")}
         if not any(passes.values()):
             continue
-        rivals = [[of_contender(rows, rival, case, timed) for timed in passes] for rival in _RIVALS_IN_README]
+        rivals = [[of_contender(rows, rival, case, timed) for timed in passes] for rival in _RIVALS_IN_DOCS]
         cells = [" / ".join(_tflops(row) if row else "-" for row in pair) for pair in (passes.values(), *rivals)]
         lines.append((case, *cells))
     about = (
@@ -216,7 +216,7 @@ def _readme_table(path: Path, document: dict) -> str:
         f"(fastattn {', '.join(commits)}); `-` is refused, wrong or not run. Every row, with its spread, memory and "
         f"error: [{path.stem}](../benchmarks/results/{path.stem}.md)."
     )
-    return f"{about}\n\n{_table(('case', 'fastattn', *_RIVALS_IN_README), lines)}"
+    return f"{about}\n\n{_table(('case', 'fastattn', *_RIVALS_IN_DOCS), lines)}"
 
 
 def _draw_lengths(document: dict, path: Path) -> bool:

@@ -290,8 +290,8 @@ def recorded(path, rows, device="cuda"):
     return load(path)
 
 
-def test_the_table_of_readme_has_a_line_for_each_measured_case(tmp_path):
-    assert render.for_readme(tmp_path) == render.NOT_MEASURED
+def test_the_table_of_the_docs_has_a_line_for_each_measured_case(tmp_path):
+    assert render.for_docs(tmp_path) == render.NOT_MEASURED
     rows = [
         row("D128-N4096-full", "forward", "fastattn triton", 1, 431.4),
         row("D128-N4096-full", "backward", "fastattn triton", 1, 288.6),
@@ -300,7 +300,7 @@ def test_the_table_of_readme_has_a_line_for_each_measured_case(tmp_path):
     ]
     recorded(tmp_path / "nvidia-h200.jsonl", rows)
     recorded(tmp_path / "dry.jsonl", rows, "cpu")
-    text = render.for_readme(tmp_path)
+    text = render.for_docs(tmp_path)
     assert "On an NVIDIA H200, torch 2.11.0, Triton 3.6.0" in text
     assert "(fastattn 0.1.0 (abc))" in text
     assert [line for line in text.splitlines() if line.startswith("| D")] == [

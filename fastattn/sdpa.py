@@ -213,6 +213,9 @@ def _parsed(
     return Call(q, k, v, mask, bias, scale, dropout_p, shape)
 
 
+_parsed.__qualname__ = "scaled_dot_product_attention"  # in Python's message of a call that lacks an argument
+
+
 def _check_tensor(name: str, x: object, query: Tensor) -> None:
     if not isinstance(x, Tensor):
         how = "; fastattn.attention takes one as its mask" if isinstance(x, Mask) else ""

@@ -86,6 +86,12 @@ def test_what_no_fused_backend_takes_is_left_to_torch_and_counted_with_its_reaso
     )
 
 
+def test_a_call_that_lacks_an_argument_is_counted_under_the_name_that_was_called():
+    with fastattn.patch_sdpa() as patch, pytest.raises(TypeError):
+        F.scaled_dot_product_attention(torch.ones(2, 3), torch.ones(2, 3))
+    assert "scaled_dot_product_attention() missing 1 required" in str(patch)
+
+
 def test_a_kernel_that_was_chosen_is_respected():
     q, k, v = qkv()
     with fastattn.patch_sdpa() as patch, sdpa_kernel(SDPBackend.MATH):

@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, FrozenInstanceError, dataclass, field, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -136,7 +136,14 @@ class Mask:
 
         Args:
             rows: only these of the n_q queries.
+
+        Raises:
+            ValueError: a length is not that of the tensors of this mask.
         """
+        for name, n, known in zip(("n_q", "n_k"), (n_q, n_k), self._lengths(), strict=True):
+            if any(n != length for length in known):
+                lengths = ", ".join(map(str, known))
+                raise ValueError(f"{name} must be {lengths} as in the tensors of this mask, got {_shown(n)}")
         position_q, position_k = self.positions(n_q, n_k, device)
         behind = position_q[:, rows, None] - position_k[:, None, :]  # how far the key lies behind the query
         left, right = self.window
@@ -348,19 +355,16 @@ class Mask:
             2 ██████
             ██ may be seen   · hidden
         """
-        ids_q, ids_k = self.segment_ids or (None, None)
-        offsets = self.q_offset if isinstance(self.q_offset, Tensor) and self.q_offset.dim() == 2 else None
-        rows, columns = (1, 1, *(() if self.dense is None else self.dense.shape))[-2:]
-        known_q = [x.shape[1] for x in (self.real_queries, ids_q, offsets) if x is not None] + [rows] * (rows != 1)
-        known_k = [x.shape[1] for x in (self.real_keys, ids_k) if x is not None] + [columns] * (columns != 1)
-        n_q, n_k = ([n] if n is not None else known for n, known in ((n_q, known_q), (n_k, known_k)))
+        n_q, n_k, sample, head = map(as_int, (n_q, n_k, sample, head))
+        n_q, n_k = (known if n is None else [n] for n, known in zip((n_q, n_k), self._lengths(), strict=True))
         n_q, n_k = (n_q or n_k or [8])[0], (n_k or n_q or [8])[0]
-        for name, n, known in (("n_q", n_q, known_q), ("n_k", n_k, known_k)):
-            if not _is_length(n, 1) or set(known) - {n}:
-                must = f"{', '.join(map(str, known))} as in the tensors of this mask" if known else "an int, at least 1"
-                raise ValueError(f"{name} must be {must}, got {_shown(n)}")
+        for name, n in (("n_q", n_q), ("n_k", n_k)):
+            if not _is_length(n, 1):
+                raise ValueError(f"{name} must be an int, at least 1, got {_shown(n)}")
         device = next((x.device for x in self.tensors().values()), None)
         B, H = self.keep(n_q, n_k, device, slice(1)).shape[:2]
+        if B == 0 or H == 0:
+            raise ValueError(f"mask must have samples and heads to be shown, got {B} and {H}")
         for name, value, n in (("sample", 0 if sample is None else sample, B), ("head", head, H)):
             if not is_int(value) or not 0 <= value < n:
                 raise ValueError(f"{name} must be an int from 0 to {n - 1}, got {_shown(value)}")
@@ -369,6 +373,15 @@ class Mask:
             lambda rows: self.keep(n_q, n_k, device, rows), (n_q, n_k),
             (self.readable_queries(), self.readable_keys()), self.segment_ids, samples, head,
         )  # fmt: skip
+
+    def _lengths(self) -> tuple[list[int], list[int]]:
+        """What its tensors say of n_q and of n_k."""
+        ids_q, ids_k = self.segment_ids or (None, None)
+        offsets = self.q_offset if isinstance(self.q_offset, Tensor) and self.q_offset.dim() == 2 else None
+        rows, columns = (1, 1, *(() if self.dense is None else self.dense.shape))[-2:]
+        known_q = [x.shape[1] for x in (self.real_queries, ids_q, offsets) if x is not None] + [rows] * (rows != 1)
+        known_k = [x.shape[1] for x in (self.real_keys, ids_k) if x is not None] + [columns] * (columns != 1)
+        return known_q, known_k
 
     def readable_keys(self) -> Tensor | None:
         """bool [B, n_k], False for keys that are padding to every query, and so never read. None without padding."""
@@ -593,7 +606,7 @@ def _shown(x: object) -> str:
 
 def _rank_in_document(ids: Tensor) -> Tensor:
     """int64 [B, n]: how many tokens of the same document stand before each token."""
-    sorted_ids, order = ids.sort(dim=-1, stable=True)
+    sorted_ids, order = ids.contiguous().sort(dim=-1, stable=True)
     start_of_document = torch.searchsorted(sorted_ids, sorted_ids)
     rank = torch.arange(ids.shape[-1], device=ids.device) - start_of_document
     return torch.empty_like(rank).scatter_(-1, order, rank)
@@ -647,7 +660,7 @@ def _shared_documents(a: _Documents, b: _Documents) -> _Documents:
     shared = []
     for x, y in list(zip(a, b, strict=True))[: 1 if _is_one(a) and _is_one(b) else 2]:
         # The place of an id among the sorted ones stands for it, so that no pair is too large for int64.
-        rank_x, rank_y = (torch.searchsorted(v, ids.long()) for v, ids in zip(values, (x, y), strict=True))
+        rank_x, rank_y = (torch.searchsorted(v, ids.long().contiguous()) for v, ids in zip(values, (x, y), strict=True))
         shared.append((rank_x * values[1].shape[1] + rank_y).masked_fill((x < 0) | (y < 0), -1))
     return shared[0], shared[-1]
 
@@ -844,6 +857,12 @@ def explaining(cls: type, instead: Mapping[str, str] = {}) -> Callable:
     return __init__
 
 
+def _refuse_change(self: object, name: str, value: object) -> None:
+    """The `__setattr__` of frozen classes with slots: that of dataclasses fails for names that are no fields."""
+    raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+Mask.__setattr__ = RelativeBias.__setattr__ = _refuse_change
 _FIELDS = frozenset(f.name for f in fields(Mask))
 Mask.__init__ = explaining(Mask)
 

@@ -1,11 +1,13 @@
 """The definitions: Mask.keep against a loop over its docstring, Philox against published answers, dropout."""
 
 import dataclasses
+import functools
 import io
 import itertools
 import math
 import random
 import sys
+import warnings
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -105,11 +107,30 @@ def test_features_names_exactly_the_fields_in_use():
         assert Mask(**{name: value}).features() == {name}
 
 
+@pytest.mark.parametrize("frozen", [Mask(), fastattn.RelativeBias(torch.ones(3))], ids=lambda x: type(x).__name__)
+def test_what_describes_a_call_does_not_change(frozen):
+    for name in (dataclasses.fields(frozen)[0].name, "is_causal"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+            setattr(frozen, name, True)
+
+
 def test_unreadable_rows():
     mask = Mask(real_keys=KEYS, segment_ids=SEGMENT_IDS)
     assert torch.equal(mask.readable_keys(), KEYS & (SEGMENT_IDS[1] >= 0))
     assert torch.equal(mask.readable_queries(), SEGMENT_IDS[0] >= 0)
     assert Mask(causal=True).readable_keys() is None
+
+
+def test_ids_that_lie_in_another_order_are_read_without_a_warning(request):
+    request.addfinalizer(functools.partial(torch.set_warn_always, torch.is_warn_always_enabled()))
+    torch.set_warn_always(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for views in ([ids[:, :4] for ids in SEGMENT_IDS], [ids[:, :4].T.contiguous().T for ids in SEGMENT_IDS]):
+            masks = [Mask(True, segment_ids=(q, k)).keep(4, 4) for q, k in (views, [x.contiguous() for x in views])]
+            assert torch.equal(*masks)
+            both = Mask(segment_ids=tuple(views)) & Mask(segment_ids=tuple(x + 1 for x in views))
+            assert torch.equal(both.keep(4, 4), Mask(segment_ids=tuple(views)).keep(4, 4))
 
 
 def drawn_fields(rng: random.Random) -> dict:
@@ -252,8 +273,13 @@ def test_from_flex_agrees_with_a_loop_and_with_flex_attention(B, H, pairs_at_onc
         (lambda: Mask.from_flex(min, 0, None, 2, 2), "B must be an int, at least 1, or None, got 0"),
         (lambda: Mask.from_flex(min, None, None, 2, None), "KV_LEN must be an int, at least 1, got None"),
         (lambda: Mask(real_keys=KEYS).show(n_k=5), "n_k must be 7 as in the tensors of this mask, got 5"),
+        (lambda: Mask(dense=KEYS).show(n_k=0), "n_k must be an int, at least 1, got 0"),
         (lambda: Mask().show(0), "n_q must be an int, at least 1, got 0"),
         (lambda: Mask(real_keys=KEYS).show(sample=2), "sample must be an int from 0 to 1, got 2"),
+        (lambda: Mask.from_lengths([], 4).show(), "mask must have samples and heads to be shown, got 0 and 1"),
+        (lambda: Mask(segment_ids=SEGMENT_IDS).keep(5, 9), "n_k must be 7 as in the tensors of this mask, got 9"),
+        (lambda: Mask(dense=KEYS).keep(1, 7), "n_q must be 2 as in the tensors of this mask, got 1"),
+        (lambda: Mask(real_keys=KEYS).keep(3, 1), "n_k must be 7 as in the tensors of this mask, got 1"),
         (lambda: Mask().show(head=1), "head must be an int from 0 to 0, got 1"),
     ],
 )

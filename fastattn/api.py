@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -371,6 +371,7 @@ def attention_weights(
     generator: torch.Generator | DropoutSeed | None = None,
     average_heads: bool = True,
     backend: str | None = None,
+    **unknown: NoReturn,  # type checkers allow none
 ) -> Tensor:
     """Attention weights after dropout: [B, n_q, n_k] averaged over the heads, or [B, H, n_q, n_k].
 
@@ -397,6 +398,7 @@ def attention_weights(
         >>> fastattn.attention_weights(q, k, fastattn.Mask(causal=True))[0, 1]
         tensor([0.5000, 0.5000, 0.0000])
     """
+    refuse_unknown(attention_weights, unknown)
     blocks.refuse("attention weights")
     check_in_one_process(q=q, k=k)
     check_flags(average_heads=average_heads)
@@ -422,6 +424,7 @@ def attention_with_weights(
     generator: torch.Generator | DropoutSeed | None = None,
     average_heads: bool = True,
     backend: str | None = None,
+    **unknown: NoReturn,  # type checkers allow none
 ) -> tuple[Tensor, Tensor]:
     """Output and weights of attention under one dropout mask: (o, weights).
 
@@ -451,6 +454,7 @@ def attention_with_weights(
         >>> o.shape, weights.shape
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
+    refuse_unknown(attention_with_weights, unknown)
     blocks.refuse("attention weights")
     check_flags(average_heads=average_heads)
     average_heads = bool(average_heads)
@@ -484,6 +488,7 @@ def attention_received(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,  # type checkers allow none
 ) -> Tensor:
     """Sum of the attention weights of each key over the queries, [B, H, n_k], in O(n_q + n_k) memory.
 
@@ -511,6 +516,7 @@ def attention_received(
         >>> fastattn.attention_received(q, k, fastattn.Mask(causal=True))
         tensor([[[1.5000, 0.5000]]])
     """
+    refuse_unknown(attention_received, unknown)
     blocks.refuse("attention weights")
     check_in_one_process(q=q, k=k)
     q, k, _, spec, decided = prepare(
@@ -531,6 +537,7 @@ def top_keys(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     backend: str | None = None,
+    **unknown: NoReturn,  # type checkers allow none
 ) -> tuple[Tensor, Tensor]:
     """Largest attention weights of each query and the keys they belong to: (weights, indices), [B, H, n_q, top_k] each.
 
@@ -561,6 +568,7 @@ def top_keys(
                 [0.5000, 0.5000]]), tensor([[ 0, -1],
                 [ 0,  1]]))
     """
+    refuse_unknown(top_keys, unknown)
     blocks.refuse("attention weights")
     check_in_one_process(q=q, k=k)
     top_k = as_int(top_k)
@@ -686,7 +694,7 @@ def explain(
     defaults |= {"dropout_p": 0.0, "deterministic": True}
     return_lse = options.pop("return_lse", False)
     check_flags(return_lse=return_lse)
-    refuse_unknown(explain, sorted(options.keys() - defaults.keys()))
+    refuse_unknown(explain, sorted(options.keys() - defaults.keys()), options=(*defaults, "return_lse"))
     if is_jagged(q):  # which `attention` computes as packed documents
         check_jagged(q, k, v, mask, options.get("bias"))
         terms = {} if mask is None else {"causal": mask.causal, "window": mask.window}

@@ -580,13 +580,16 @@ _REMARKS = {
 _NEEDLESS = ("enable_gqa", "max_seqlen_k", "max_seqlen_q")
 
 
-def refuse_unknown(function: Callable, unknown: Iterable[str], instead: Mapping[str, str] = {}) -> None:
+def refuse_unknown(
+    function: Callable, unknown: Iterable[str], instead: Mapping[str, str] = {}, options: Iterable[str] = ()
+) -> None:
     """Raises TypeError for the first of these names, and says what to write where other libraries have it.
 
     instead: what to write for the names that mean something else here than in `attention`.
+    options: what the function takes beside what its signature names.
     """
     for name in unknown:
-        here, known = _ELSEWHERE.get(name, name), inspect.signature(function).parameters
+        here, known = _ELSEWHERE.get(name, name), {*inspect.signature(function).parameters, *options}
         written, how = f"{here}={'True' if here == 'causal' else '...'}", ""
         if name in instead:
             how = f"; write {instead[name]}"

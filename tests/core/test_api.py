@@ -144,6 +144,13 @@ FOREIGN = {  # names of other libraries, and what is written here
     (fastattn.attention_varlen, "dropout"): "; write dropout_p=...",
     (fastattn.attention_varlen, "attn_mask"): "",
     (fastattn.explain, "causal"): "; write mask=fastattn.Mask(causal=True)",
+    (fastattn.explain, "softmax_scale"): "; write scale=...",
+    (fastattn.explain, "backend"): "",
+    (fastattn.attention_weights, "softmax_scale"): "; write scale=...",
+    (fastattn.attention_with_weights, "attn_bias"): "; write bias=...",
+    (fastattn.attention_received, "scaling"): "; write scale=...",
+    (fastattn.attention_received, "dropout"): "",
+    (fastattn.top_keys, "is_causal"): "; write mask=fastattn.Mask(causal=True)",
     (Mask, "is_causal"): "; write causal=True",
     (Mask, "attention_mask"): "; write real_keys=..., bool, True where a token is real",
     (Mask, "sliding_window"): "; write window=..., (left, right), each an int or None for no limit",
@@ -172,13 +179,15 @@ def test_a_name_of_another_library_is_answered_with_ours(function, name):
     packed = (Q[0].mT, Q[0].mT, Q[0].mT, torch.tensor([0, 4]))
     layer, x = fastattn.MultiHeadAttention(8, 2), torch.ones(3, 1, 8)
     others = {fastattn.MultiHeadAttention: (8, 2), fastattn.MultiHeadAttention.forward: (layer, x, x, x)}
+    others |= dict.fromkeys((fastattn.attention_weights, fastattn.attention_received, fastattn.top_keys), (Q, K))
+    more = {"top_k": 1} if function is fastattn.top_keys else {}
     given = ({Mask: (), fastattn.attention_varlen: packed} | others).get(function, (Q, K, K))
     how = FOREIGN[function, name]
     said = re.escape(f"{function.__qualname__}() got an unexpected keyword argument '{name}'{how}") + (
         "" if how else "$"
     )
     with pytest.raises(TypeError, match=said):
-        function(*given, **{name: True})
+        function(*given, **more, **{name: True})
 
 
 @pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor, np.int64, lambda x: torch.tensor(int(x))])

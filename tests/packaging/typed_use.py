@@ -84,6 +84,7 @@ def mistakes(q: Tensor) -> None:
     """What a type checker finds before the first run; an error that it no longer finds is an error itself."""
     fastattn.attention(q, q, q, is_causal=True)  # type: ignore[call-overload]
     fastattn.explain(q, q, q, causal=True)  # type: ignore[call-arg]
+    fastattn.top_keys(q, q, top_k=2, softmax_scale=1.0)  # type: ignore[arg-type]
     fastattn.attention(q, q, q, return_lse=True).sum()  # type: ignore[attr-defined]
     Mask(True, 1)  # type: ignore[call-arg]
     fastattn.MultiHeadAttention(8, 2)(q, q, q, causal=True)  # type: ignore[call-overload]

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
-from .spec import Mask, accumulation_dtype, can_be_read, is_dense, refuse_unknown
+from .spec import Mask, accumulation_dtype, as_int, can_be_read, is_dense, refuse_unknown
 from .validation import QUANTIZED, check_flags, check_numbers, check_paged, check_pages, check_places
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def attention_paged(
     if unknown:
         refuse_unknown(attention_paged, unknown)
     blocks.refuse("attention to pages")
+    prefix = as_int(prefix)
     terms = (scale, softcap, alibi_slopes, sinks)
     if plan.is_traced():
         of_step = (block_table, lengths, cu_seqlens_q, tree, causal, window, prefix)

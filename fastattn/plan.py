@@ -22,7 +22,7 @@ from . import backends
 from .backends.choice import default_is_best
 from .backends.record import is_traced, while_tracing
 from .backends.selfcheck import serves_whole
-from .spec import DropoutSeed, Mask, RelativeBias, Spec, as_number
+from .spec import DropoutSeed, Mask, RelativeBias, Spec, as_int, as_number
 from .validation import EVERYTHING, check_seed, in_spec, validated
 
 MOST_PLANS = 4096
@@ -156,8 +156,8 @@ def drawn(device: torch.device, generator: torch.Generator | DropoutSeed | None)
         check_seed(generator, device)
         seed = generator.seed
         if not isinstance(seed, Tensor):  # of which Dynamo would compile a graph for each number
-            return generator._replace(seed=torch.full((), seed, dtype=torch.int64, device=device))
-        return generator._replace(seed=torch.as_tensor(seed, dtype=torch.int64, device=device))
+            seed = torch.full((), as_int(seed), dtype=torch.int64, device=device)
+        return DropoutSeed(seed, generator.places, tuple(map(as_int, generator.first)))
     return DropoutSeed(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator))
 
 

@@ -551,7 +551,7 @@ def as_number(x: object) -> object:
     if x is None or type(x) is float:
         return x
     if isinstance(x, Tensor):
-        is_one = x.dim() == 0 and not x.requires_grad and x.dtype != torch.bool and not x.is_complex()
+        is_one = x.dim() == 0 and not (x.requires_grad or x.dtype == torch.bool or x.is_complex() or x.is_meta)
     else:
         is_one = isinstance(x, numbers.Real) and not isinstance(x, (bool, int))
     return float(x) if is_one else x

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .spec import DropoutSeed, Mask, RelativeBias, Spec, accumulation_dtype, can_be_read, is_dense, is_int, is_jagged
+from .spec import (
+    DropoutSeed,
+    Mask,
+    RelativeBias,
+    Spec,
+    accumulation_dtype,
+    as_int,
+    can_be_read,
+    is_dense,
+    is_int,
+    is_jagged,
+)
 
 EVERYTHING = Mask()
 """The mask of a call without one."""
@@ -77,6 +88,8 @@ def validated(
         check_in_one_process(k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, **of_mask)
     if generator is not None and not isinstance(generator, (torch.Generator, DropoutSeed)):
         raise ValueError(f"generator must be a torch.Generator, a DropoutSeed or None, got {type(generator).__name__}")
+    if dropout_p > 0 and isinstance(generator, DropoutSeed):
+        check_seed(generator, q.device)
     check_flags(deterministic=deterministic)
     softcap = None if softcap is None else float(softcap)
     terms = bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic)
@@ -314,14 +327,16 @@ def _bytes(x: Tensor) -> tuple[int, int]:
 
 def check_seed(given: DropoutSeed, device: torch.device) -> None:
     """Raises ValueError where a seed for the dropout of a call on this device is none."""
-    seed, _, first = given
+    seed, places, first = given
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.dim() != 0 or seed.device != device:
             got = f"{list(seed.shape)} of {seed.dtype} on {seed.device}"
             raise ValueError(f"generator.seed must be an int64 scalar on {device} like q, got {got}")
-    elif not is_int(seed) or not -(2**63) <= seed < 2**63:
+    elif not is_int(as_int(seed)) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"generator.seed must be an int from -2^63 to 2^63 - 1, or a Tensor, got {seed!r}")
-    if not isinstance(first, tuple) or len(first) != 2 or not all(is_int(i) and 0 <= i < 2**31 for i in first):
+    if places is not None and not isinstance(places, Tensor):
+        raise ValueError(f"generator.places must be a Tensor or None, got {places!r}; write first=...")
+    if not isinstance(first, tuple) or len(first) != 2 or not all(is_int(as_int(i)) and 0 <= i < 2**31 for i in first):
         raise ValueError(f"generator.first must be a pair (sample, head) of ints from 0, got {first!r}")
 
 
@@ -392,7 +407,9 @@ def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, sinks: Tenso
             raise ValueError(f"{name} must be a floating Tensor, got {_kind(x)}")
         if x.device != o1.device:
             raise ValueError(f"{name} must be on {o1.device} like o1, got {x.device}")
-    if o1.dim() == 0 or o2.shape != o1.shape or o2.dtype != o1.dtype:
+    if o1.dim() == 0:
+        raise ValueError("o1 must be [..., n_q, d_v], got []")
+    if o2.shape != o1.shape or o2.dtype != o1.dtype:
         raise ValueError(
             f"o2 must be {list(o1.shape)} of {o1.dtype} like o1, [..., n_q, d_v], got {list(o2.shape)} of {o2.dtype}"
         )

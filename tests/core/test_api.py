@@ -64,6 +64,9 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "no dropout": ({"dropout_p": None}, "dropout_p must be between 0 and 1, got None"),
     "dropout as a flag": ({"dropout_p": False}, "dropout_p must be between 0 and 1, got False"),
     "infinite scale": ({"scale": math.inf}, "scale must be a finite number that fp32 can hold"),
+    "meta scale": ({"scale": torch.tensor(1.0, device="meta")}, "scale must be a finite number that fp32 can hold"),
+    "meta softcap": ({"softcap": torch.tensor(1.0, device="meta")}, "softcap must be a positive number"),
+    "meta dropout": ({"dropout_p": torch.tensor(0.5, device="meta")}, "dropout_p must be between 0 and 1, got tensor"),
     "tiny scale": ({"scale": 1e-46}, "scale must be a finite number that fp32 can hold"),
     "huge scale": ({"scale": 2**2000}, "scale must be a finite number that fp32 can hold"),
     "far scale": ({"scale": -3e38}, "scale must be a finite number that fp32 can hold, 2.35e+38 at most, got -3e+38"),
@@ -208,6 +211,10 @@ def test_integers_of_numpy_and_torch_are_integers(integer):
     assert all(type(x) is int for x in (mask.q_offset, mask.window[0]))
     actual, expected = (fastattn.top_keys(Q, K, top_k=k) for k in (integer(2), 2))
     assert torch.equal(actual[1], expected[1])
+    assert str(Mask().show(integer(3), sample=integer(0))) == str(Mask().show(3))
+    seeds = (fastattn.DropoutSeed(number(7), first=(number(1), 0)) for number in (integer, int))
+    actual, expected = (fastattn.attention(Q, K, K, dropout_p=0.5, generator=seed) for seed in seeds)
+    assert torch.equal(actual, expected)
 
 
 def test_a_scale_in_a_tensor_is_read_in_each_call():
@@ -410,10 +417,14 @@ def test_a_wrong_seed_is_a_sentence():
         ((torch.ones(2, dtype=torch.int64),), "generator.seed must be an int64 scalar on cpu like q, got [2]"),
         ((1, None, (-1, 0)), "generator.first must be a pair (sample, head) of ints from 0, got (-1, 0)"),
         ((1, None, 3), "generator.first must be a pair (sample, head) of ints from 0, got 3"),
+        ((1, (1, 0)), "generator.places must be a Tensor or None, got (1, 0); write first=..."),
     ]:
+        plan.forget_plans()
         for _ in range(2):  # the second call of its kind
-            with pytest.raises(ValueError, match=re.escape(sentence)):
-                fastattn.attention(Q, K, K, dropout_p=0.5, generator=fastattn.DropoutSeed(*given))
+            for function in (fastattn.attention, fastattn.explain):
+                with pytest.raises(ValueError, match=re.escape(sentence)):
+                    function(Q, K, K, dropout_p=0.5, generator=fastattn.DropoutSeed(*given))
+            fastattn.attention(Q, K, K, dropout_p=0.5, generator=fastattn.DropoutSeed(1))
 
 
 def test_dropout_follows_the_seed():

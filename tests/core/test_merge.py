@@ -145,6 +145,7 @@ MALFORMED = {
     "type": ({"lse2": None}, "lse2 must be a floating Tensor, got NoneType"),
     "sparse": ({"o1": OUTPUT.to_sparse()}, "o1 must be a floating Tensor, got torch.sparse_coo"),
     "integers": ({"o1": OUTPUT.int()}, "o1 must be a floating Tensor, got torch.int32"),
+    "no dimensions": ({"o1": OUTPUT[0, 0, 0, 0]}, "o1 must be [..., n_q, d_v], got []"),
     "device": ({"o2": OUTPUT.to("meta")}, "o2 must be on cpu like o1, got meta"),
     "shape": (
         {"o2": OUTPUT[..., :4]},

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -768,7 +769,7 @@ def test_a_prefix_that_all_share(words, dtype):
         shared.v[i] = torch.cat([shared.v[4][:n], shared.v[i]])
     shared.lengths = shared.lengths + n
     shared.table = torch.cat([shared.table[4, :2].expand(len(LENGTHS), 2), shared.table], 1)
-    actual = shared.attend(prefix=n, **{"causal": False} | mask | options, return_lse=True)
+    actual = shared.attend(prefix=np.int64(n), **{"causal": False} | mask | options, return_lse=True)
     shared.check(actual, mask, **options)
 
 

@@ -621,8 +621,14 @@ def _primals(arguments: list) -> tuple[tuple[Tensor | None, ...], Spec]:
 
 
 def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
+    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
+    if hasattr(backend, "short_way") and spec.dropout_p == 0 and not spec.bias_by_distance:
+        attend, *_ = backend.short_way()
+        terms = (spec.mask, spec.scale, bias, spec.softcap, alibi_slopes, sinks)
+        if (outputs := attend(q, k, v, *terms, True, None)) is not None:  # after checks that take Python far longer
+            return outputs[:2]
     check_fit(q, k, v)
-    return _computed(q, k, v, *_unflatten((bias, alibi_slopes, sinks), flat))
+    return _computed(q, k, v, spec, backend)
 
 
 def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: ModuleType) -> tuple[Tensor, Tensor]:

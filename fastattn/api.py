@@ -376,8 +376,8 @@ def attention_weights(
     """Attention weights after dropout: [B, n_q, n_k] averaged over the heads, or [B, H, n_q, n_k].
 
     A weight is exp(score - lse), and 0 for a hidden key. A fused backend averages as it computes: [B, H, n_q, n_k] is
-    never in memory unless asked for. Differentiable to any order: the first by the kernels on a CPU, all others at the
-    cost of plain PyTorch over blocks of queries.
+    never in memory unless asked for. Differentiable to any order: on a CPU the kernels compute the first derivatives,
+    and plain PyTorch over blocks of queries all others.
 
     Args:
         q: queries [B, H, n_q, D].
@@ -398,7 +398,8 @@ def attention_weights(
         >>> fastattn.attention_weights(q, k, fastattn.Mask(causal=True))[0, 1]
         tensor([0.5000, 0.5000, 0.0000])
     """
-    refuse_unknown(attention_weights, unknown)
+    if unknown:
+        refuse_unknown(attention_weights, unknown)
     blocks.refuse("attention weights")
     check_in_one_process(q=q, k=k)
     check_flags(average_heads=average_heads)
@@ -454,7 +455,8 @@ def attention_with_weights(
         >>> o.shape, weights.shape
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
-    refuse_unknown(attention_with_weights, unknown)
+    if unknown:
+        refuse_unknown(attention_with_weights, unknown)
     blocks.refuse("attention weights")
     check_flags(average_heads=average_heads)
     average_heads = bool(average_heads)
@@ -516,7 +518,8 @@ def attention_received(
         >>> fastattn.attention_received(q, k, fastattn.Mask(causal=True))
         tensor([[[1.5000, 0.5000]]])
     """
-    refuse_unknown(attention_received, unknown)
+    if unknown:
+        refuse_unknown(attention_received, unknown)
     blocks.refuse("attention weights")
     check_in_one_process(q=q, k=k)
     q, k, _, spec, decided = prepare(
@@ -568,7 +571,8 @@ def top_keys(
                 [0.5000, 0.5000]]), tensor([[ 0, -1],
                 [ 0,  1]]))
     """
-    refuse_unknown(top_keys, unknown)
+    if unknown:
+        refuse_unknown(top_keys, unknown)
     blocks.refuse("attention weights")
     check_in_one_process(q=q, k=k)
     top_k = as_int(top_k)

@@ -143,14 +143,18 @@ def _formed(p: Tensor, form: str, keys: Tensor, rows: slice) -> Tensor:
 def _of_each_pair(d_weights: Tensor, form: str, keys: Tensor, rows: slice, p: Tensor) -> Tensor:
     """The gradient that arrives at the weights p of these query rows, given that at their form: `_formed` backwards."""
     d_weights = d_weights.to(p.dtype)
-    if form == "averaged":
-        return (_rows(d_weights, rows, 1) / max(p.shape[1], 1)).unsqueeze(1).expand_as(p)
-    if form == "received":
-        return d_weights.unsqueeze(2).expand_as(p)
     if form == "top_keys":
         places = _places(_rows(keys, rows), p)
         return torch.zeros_like(pad(p, (0, 1))).scatter_add(-1, places, _rows(d_weights, rows))[..., :-1]
-    return _rows(d_weights, rows)
+    pairs = of_pairs(d_weights, form, p.shape[1])
+    return (pairs if form == "received" else _rows(pairs, rows)).expand_as(p)
+
+
+def of_pairs(d_weights: Tensor, form: str, H: int) -> Tensor:
+    """The gradient that arrives at all weights, given that at a form but "top_keys"; broadcasts to [B, H, n_q, n_k]."""
+    if form == "averaged":
+        return (d_weights.to(accumulation_dtype(d_weights.dtype)) / max(H, 1)).unsqueeze(1)
+    return d_weights.unsqueeze(2) if form == "received" else d_weights
 
 
 def _places(keys: Tensor, p: Tensor) -> Tensor:

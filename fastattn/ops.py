@@ -137,8 +137,7 @@ def attention_in_graph(
             places = places_from(first, q.shape[2], k.shape[2], q.device)
     of_mask = _flat_mask(EVERYTHING if mask is None else mask, seed, places)
     numbers = (scale, softcap, dropout_p, deterministic, by_distance)
-    wanted = (lse_wanted, average_heads)
-    arguments = (bias, alibi_slopes, sinks, *of_mask, *numbers, backend, *wanted)
+    arguments = (bias, alibi_slopes, sinks, *of_mask, *numbers, backend, lse_wanted, average_heads)
     o, lse, of_weights = torch.ops.fastattn.attention(q, k, v, *arguments)
     return o, lse if average_heads is None else of_weights
 
@@ -298,7 +297,7 @@ class _ShortAttention(Function):
         if d_weights is not None:
             spec = _spec(q, *terms)
             if unwatched and is_plain(d_weights):
-                of_pairs = _of_pairs(d_weights, _form(average_heads), q.shape[1])
+                of_pairs = derivatives.of_pairs(d_weights, _form(average_heads), q.shape[1])
                 of_weights = backend.weights_backward(of_pairs, q, k, lse, spec)[:3]
             else:
                 primals = (q, k, None, spec.bias, spec.alibi_slopes, spec.sinks)
@@ -313,13 +312,6 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan, *, average_heads: bool) -> Tensor:
     """The weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k]; `lse` is that of the same call, or None."""
     return _in_form(_form(average_heads), 0, q, k, lse, spec, plan)[0]
-
-
-def _of_pairs(d_weights: Tensor, form: str, H: int) -> Tensor:
-    """What arrives at the weights of each pair, given that at one of these forms; broadcastable to [B, H, n_q, n_k]."""
-    if form == "averaged":
-        return (d_weights.to(accumulation_dtype(d_weights.dtype)) / H).unsqueeze(1)
-    return d_weights.unsqueeze(2) if form == "received" else d_weights
 
 
 def _form(average_heads: bool) -> str:
@@ -695,7 +687,7 @@ def _weights_backward(d_weights, keys, q, k, lse, bias, alibi_slopes, sinks, for
         primals = (q, k, None, bias, alibi_slopes, sinks)
         dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
     elif d_weights.any():
-        of_pairs = _of_pairs(d_weights, form, q.shape[1])
+        of_pairs = derivatives.of_pairs(d_weights, form, q.shape[1])
         dq, dk, _, *learned = backend.weights_backward(of_pairs, q, k, lse, spec)
     else:  # as where a graph gives back the weights, and nobody uses them
         return tuple(q.new_empty(0) if x is None else torch.zeros_like(x) for x in (q, k, bias, alibi_slopes, sinks))

@@ -33,7 +33,7 @@ place, for calls of which neither an lse nor a derivative is wanted:
 Two more may be absent:
 
     weights_backward(d_weights, q, k, lse, spec) -> gradients as of `backward`, None for v; `d_weights` broadcasts to
-        [B, H, n_q, n_k]. Its `backward` has one more argument then, the same or None.
+        [B, H, n_q, n_k]
     short_way() -> what `short_way` of fastattn/ops.py calls, and its backward; and what `_short_way` of paged.py calls
 """
 

@@ -190,40 +190,6 @@ def test_weights_are_right_or_refused(case, dtype, form, backend):
     assert_all_right(errors)
 
 
-@pytest.mark.parametrize("average_heads", [False, True])
-@pytest.mark.parametrize("name", ["plain", "grouped-heads", "pad-queries-causal", "everything"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_the_output_and_its_weights_together(dtype, name, average_heads):
-    inputs = make_inputs(case_named(name), dtype)
-    inputs.options.pop("dropout_p", None), inputs.options.pop("generator", None)
-    n_k, d_v = inputs.k.shape[2], inputs.v.shape[3]
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
-    outputs = fastattn.attention_with_weights(
-        *(leaves[name] for name in "qkv"), inputs.mask, average_heads=average_heads, **inputs.with_terms(leaves)
-    )
-    d_weights = torch.randn(outputs[1].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), (inputs.do, d_weights))
-
-    def expected(dtype):  # of values beside which the identity stands
-        learned = {name: x.detach().to(dtype) for name, x in inputs.learned().items()}
-        identity = torch.eye(n_k, dtype=dtype).expand(*inputs.k.shape[:2], n_k, n_k)
-        learned["v"] = torch.cat([learned["v"], identity], -1)
-        _, lse, of_both = formula(inputs, learned)
-        arriving = d_weights.to(dtype)
-        arriving = (
-            (arriving / inputs.q.shape[1])[:, None].expand(-1, lse.shape[1], -1, -1) if average_heads else arriving
-        )
-        by_name = dict(
-            zip(learned, of_both(torch.cat([inputs.do.to(dtype), arriving], -1), torch.zeros_like(lse)), strict=True)
-        )
-        return by_name | {"v": by_name["v"][..., :d_v]}
-
-    naive, exact = expected(dtype), expected(torch.float64)
-    assert_all_right(
-        compare(f"d{name}", x, naive[name], exact[name]) for name, x in zip(leaves, gradients, strict=True)
-    )
-
-
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
 def test_backend_keeps_its_promises(backend):
     promised = PROMISES[backend.NAME]

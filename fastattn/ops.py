@@ -42,7 +42,7 @@ _WANTED = ", ".join(f"bool {name}_wanted" for name in ("dq", "dk", "dv", "dbias"
 torch.library.define(
     "fastattn::attention",
     f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_MASK}, float? scale, {_NUMBERS}, str? backend, bool lse_wanted, "
-    "bool? average_heads) -> (Tensor o, Tensor lse, Tensor weights)",
+    "bool? average_heads, str made_by) -> (Tensor o, Tensor lse, Tensor weights)",
 )
 torch.library.define(
     "fastattn::forward", f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_SPEC}) -> (Tensor o, Tensor lse)"
@@ -53,10 +53,10 @@ torch.library.define(
     f"{_LEARNED}, {_WANTED}, {_SPEC}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
 )
 
-for _name in ("attention_weights", "weights"):
+for _name, _more in (("attention_weights", ", str made_by"), ("weights", "")):
     torch.library.define(
         f"fastattn::{_name}",
-        f"(Tensor q, Tensor k, Tensor? lse, {_LEARNED}, str form, SymInt top_k, {_SPEC}) "
+        f"(Tensor q, Tensor k, Tensor? lse, {_LEARNED}, str form, SymInt top_k, {_SPEC}{_more}) "
         "-> (Tensor weights, Tensor keys)",
     )
 torch.library.define(
@@ -72,7 +72,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
     """o [B, H, n_q, d_v] and lse [B, H, n_q] of a prepared call; None where that was prepared for its "output"."""
     if is_compiling():
         arguments = (spec.bias, spec.alibi_slopes, spec.sinks, *_flatten(spec, plan.backend), plan.lse_wanted)
-        return torch.ops.fastattn.attention(q, k, v, *arguments, None)[:2]
+        return torch.ops.fastattn.attention(q, k, v, *arguments, None, backends.made_by(q.device))[:2]
     return _of_plan(q, k, v, spec, plan)
 
 
@@ -137,14 +137,15 @@ def attention_in_graph(
             places = places_from(first, q.shape[2], k.shape[2], q.device)
     of_mask = _flat_mask(EVERYTHING if mask is None else mask, seed, places)
     numbers = (scale, softcap, dropout_p, deterministic, by_distance)
-    arguments = (bias, alibi_slopes, sinks, *of_mask, *numbers, backend, lse_wanted, average_heads)
+    wanted = lse_wanted, average_heads, backends.made_by(q.device)
+    arguments = (bias, alibi_slopes, sinks, *of_mask, *numbers, backend, *wanted)
     o, lse, of_weights = torch.ops.fastattn.attention(q, k, v, *arguments)
     return o, lse if average_heads is None else of_weights
 
 
 def _attention(q, k, v, bias, alibi_slopes, sinks, *rest):
     of_mask, (scale, softcap, dropout_p, deterministic, by_distance, backend, *wanted) = rest[:12], rest[12:]
-    lse_wanted, average_heads = wanted
+    lse_wanted, average_heads, _ = wanted
     mask, seed, places = _mask_of(of_mask)
     if by_distance:
         bias = RelativeBias(bias[:, 0] if bias.dim() == 3 else bias)  # as it was given, in a malformed call
@@ -333,7 +334,8 @@ def _in_form(
 ) -> tuple[Tensor, Tensor]:
     if is_compiling():
         learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-        return torch.ops.fastattn.attention_weights(q, k, lse, *learned, form, top_k, *_flatten(spec, plan.by_weights))
+        flat = *_flatten(spec, plan.by_weights), backends.made_by(q.device)
+        return torch.ops.fastattn.attention_weights(q, k, lse, *learned, form, top_k, *flat)
     return _weights_of_plan(form, top_k, q, k, lse, spec, plan)
 
 
@@ -789,7 +791,7 @@ def _over_samples(op, in_dims, arguments):
 
 
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
-for _name, _kernel in (("attention", _attention), ("attention_weights", _attention_weights)):
+for _name, _kernel in (("attention", _attention), ("attention_weights", lambda *all_: _attention_weights(*all_[:-1]))):
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):  # transforms see what is inside
         _LIBRARY.impl(_name, _kernel, _key)
 for _name, _kernel, _fake, _function in (

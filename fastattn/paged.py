@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from . import blocks, ops, plan
 from .api import merge
-from .backends import NoBackendError, warn_of_copies
+from .backends import NoBackendError, made_by, warn_of_copies
 from .spec import Mask, accumulation_dtype, as_int, can_be_read, is_dense, refuse_unknown
 from .validation import QUANTIZED, check_flags, check_numbers, check_paged, check_pages, check_places
 
@@ -182,7 +182,7 @@ def _computed(
 _OF_STEP = (
     "Tensor block_table, Tensor lengths, Tensor? cu_seqlens_q, Tensor? tree, bool causal, SymInt? window_left, "
     "SymInt? window_right, SymInt prefix, float? scale, float? softcap, Tensor? alibi_slopes, Tensor? sinks, "
-    "str? backend, bool return_lse) -> (Tensor o, Tensor lse)"
+    "str? backend, bool return_lse, str made_by) -> (Tensor o, Tensor lse)"
 )
 torch.library.define(
     "fastattn::attention_paged",
@@ -230,7 +230,8 @@ def _in_graph(
     if not well_formed:
         return None
     check_numbers(scale, softcap, 0.0)  # here, where Dynamo ends its graph before numbers that it does not know
-    others = (block_table, lengths, cu_seqlens_q, tree, causal, *window, prefix, *terms, backend, return_lse)
+    of_call = *terms, backend, return_lse, made_by(q.device)
+    others = (block_table, lengths, cu_seqlens_q, tree, causal, *window, prefix, *of_call)
     pages = (q, k_pages, v_pages, k_scales, v_scales)
     if k is None:
         o, lse = torch.ops.fastattn.attention_paged(*pages, *others)
@@ -245,7 +246,7 @@ def _op(*arguments):
 
 def _op_with_new(
     q, k_pages, v_pages, k_scales, v_scales, k, v, block_table, lengths, cu_seqlens_q, tree, causal, left, right,
-    prefix, scale, softcap, alibi_slopes, sinks, backend, return_lse,
+    prefix, scale, softcap, alibi_slopes, sinks, backend, return_lse, _,
 ):  # fmt: skip
     terms = (scale, softcap, alibi_slopes, sinks)
     result = _computed(
@@ -257,7 +258,7 @@ def _op_with_new(
 
 
 def _fake_op(q, k_pages, v_pages, *others):
-    (total, H, _), return_lse = q.shape, others[-1]
+    (total, H, _), return_lse = q.shape, others[-2]
     lse = q.new_empty((H, total), dtype=accumulation_dtype(q.dtype)) if return_lse else q.new_empty(0)
     return q.new_empty(total, H, v_pages.shape[3]), lse
 

@@ -39,15 +39,19 @@ Two more may be absent:
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..spec import Mask, Spec
-from . import aten, build, choice, cpu, cuda, hopper, reference, selfcheck, triton
+from . import aten, build, choice, cpu, cuda, hopper, record, reference, selfcheck, triton
 from .record import while_tracing
 
 BACKENDS: tuple[ModuleType, ...] = (hopper, triton, cuda, cpu, aten, reference)
@@ -274,3 +278,27 @@ def missing_kernels(device: torch.device) -> str | None:
 
 
 _ANY = Spec(Mask(), scale=1.0)
+
+
+@while_tracing
+def made_by(device: torch.device) -> str:
+    """A digest of this code, and of what it chooses by on this device; "" where a program is exported.
+
+    The ops of graphs have it as an argument: PyTorch keeps on disk what it has made of a graph, and knows an op by its
+    name and arguments alone. So it would go on with what another release, or another choice, once made of it.
+    """
+    if torch.compiler.is_exporting():
+        return ""
+    found: tuple = (_code(),)
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        known, check = record.of(device), os.environ.get("FASTATTN_SELF_CHECK")
+        failed = {name: why for name, why in known.families.items() if why}
+        missing = cpu.unavailable(device) if device.type == "cpu" else None  # of others the key tells
+        found += record.key(device), failed, known.classes, check, missing
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _code() -> str:
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

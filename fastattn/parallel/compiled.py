@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..backends import made_by
 from ..blocks import Within
 from ..plan import after_autocast, drawn
 from ..spec import DropoutSeed, Mask, accumulation_dtype, empty_output
@@ -25,7 +26,7 @@ _ARGUMENTS = (
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
     "Tensor? dense, Tensor? seed, SymInt[] first, bool masked, bool causal, SymInt q_offset, SymInt? window_left, "
     "SymInt? window_right, bool within, str? objection, float? scale, float? softcap, float dropout_p, "
-    "bool deterministic, str? backend"
+    "bool deterministic, str? backend, str made_by"
 )
 torch.library.define("fastattn::over_ranks", f"({_ARGUMENTS}) -> (Tensor o, Tensor lse)")
 torch.library.define(
@@ -53,7 +54,7 @@ def attention(
         given.q_offset if several else None, given.real_keys, given.real_queries,
         *(given.segment_ids or (None, None)), given.dense, seed, first, mask is not None, given.causal,
         0 if several else given.q_offset, *given.window, plan is within, within.objection, terms["scale"],
-        terms["softcap"], terms["dropout_p"], terms["deterministic"], terms["backend"],
+        terms["softcap"], terms["dropout_p"], terms["deterministic"], terms["backend"], made_by(q.device),
     )  # fmt: skip
     return torch.ops.fastattn.over_ranks(*arguments)
 
@@ -77,7 +78,7 @@ torch.library.register_autograd("fastattn::over_ranks", _gradients, setup_contex
 def _call(q, k, v, bias, alibi_slopes, sinks, key, *rest) -> tuple[Tensor, Tensor]:
     """The call that the arguments of the op describe."""
     q_offsets, real_keys, real_queries, ids_q, ids_k, dense, seed, first, masked, causal, q_offset, left, *rest = rest
-    right, within, objection, scale, softcap, dropout_p, deterministic, backend = rest
+    right, within, objection, scale, softcap, dropout_p, deterministic, backend, _ = rest
     mask = None
     if masked:
         mask = Mask(

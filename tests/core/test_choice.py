@@ -14,11 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
-from fastattn import Mask, machine
+from fastattn import Mask, backends, machine
 from fastattn.backends import BACKENDS, aten, backend_by_name, build, choice, cpu, record, select, selfcheck
 from fastattn.backends.choice import CallClass
 from fastattn.backends.record import Record
@@ -466,3 +468,38 @@ class TestSelfCheck:
         running = [subprocess.Popen(command) for _ in range(3)]
         assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
         assert (tmp_path / "checks").read_text() == "x"
+
+
+PAGES = (*torch.randn(2, 2, 16, 2, 64), torch.tensor([[0], [1]]), torch.tensor([3, 4]))
+CHOICES = (
+    lambda patch: know(cpu=2.0, torch=1.0),
+    lambda patch: know({"cpu float32 forward": "is off by nan"}),
+    lambda patch: patch.setenv("FASTATTN_SELF_CHECK", "0"),
+    lambda patch: patch.setattr(cpu, "unavailable", lambda device: "no compiler"),
+)
+
+
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+@pytest.mark.parametrize(
+    ("function", "changes"),
+    [
+        (lambda x: fastattn.attention(x, x, x), CHOICES),
+        (lambda x: fastattn.attention_weights(x, x), ()),
+        (lambda x: fastattn.attention_paged(x[0, :, :2].transpose(0, 1), *PAGES), ()),
+    ],
+    ids=["attention", "weights", "pages"],
+)
+def test_a_graph_on_disk_is_of_this_code_and_choice(function, changes, monkeypatch):
+    """PyTorch knows an op by its name and arguments, and would go on with what another release made of it."""
+
+    def found() -> bool:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.testing.assert_close(torch.compile(function)(X), function(X))
+        return bool(counters["aot_autograd"]["autograd_cache_hit"])
+
+    with fresh_cache():
+        assert [found(), found()] == [False, True]
+        for change in (lambda patch: patch.setattr(backends, "_code", lambda: "another release"), *changes):
+            change(monkeypatch)
+            assert [found(), found()] == [False, True]

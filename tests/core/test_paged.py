@@ -498,7 +498,7 @@ def test_the_ops_of_graphs_keep_pytorchs_rules(writes):
     of_step = table, torch.tensor([40, 64]), torch.tensor([0, 2, 5]), None, True, 20, None, 0
     op = torch.ops.fastattn.attention_paged_ if writes else torch.ops.fastattn.attention_paged
     pages = torch.randn(5, H, D), k_pages, v_pages, None, None
-    torch.library.opcheck(op.default, (*pages, *new, *of_step, 0.5, 3.0, torch.rand(H), None, None, True))
+    torch.library.opcheck(op.default, (*pages, *new, *of_step, 0.5, 3.0, torch.rand(H), None, None, True, ""))
 
 
 def paged_of(q: Tensor, requests: Requests, **options: object) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Iterable
 from types import ModuleType, NoneType
 
 import torch
@@ -223,11 +224,12 @@ class _DirectAttention(Function):
         o, lse = backend.forward(q, k, v, spec)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.backend, ctx.constants, of_spec = spec, backend, None, () if spec.kind is spec else spec.tensors()
-        if not (spec.bias is spec.mask.dense is None):  # large tables, which autograd may give away, and get again
+        large = not (spec.bias is spec.mask.dense is None)
+        if large or (of_spec and _hooks_of_saving(False) is not None):  # autograd may give away what it is given
             flat = _flatten(spec, backend)
             of_spec, ctx.constants = (bias, alibi_slopes, sinks, *flat[: _TENSORS - 6]), flat[_TENSORS - 6 :]
             ctx.spec = spec.kind
-        ctx.save_for_backward(q, k, v, o, lse, *of_spec)
+        ctx.save_for_backward(q, k, v, o, lse, *_to_save(of_spec))
         ctx.forms = _forms(q, k, v, o, lse, *of_spec)
         return o, lse
 
@@ -246,6 +248,11 @@ class _DirectAttention(Function):
         else:
             result = backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
         return *result, None, None
+
+
+def _to_save(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """These tensors, of which PyTorch saves none that was made in inference mode, such as a mask that a model keeps."""
+    return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
 
 
 def _forms(*tensors: Tensor | None) -> list[tuple | None]:
@@ -270,12 +277,16 @@ class _ShortAttention(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, call):
-        o, lse, other, *ctx.constants = call
-        mask, _, bias, _, alibi_slopes, sinks = ctx.constants[1]
-        of_terms = ()
+        o, lse, other, average_heads, (mask, scale, bias, softcap, alibi_slopes, sinks), *of_backend = call
+        of_terms, numbers = (), ()
         if not (mask is bias is alibi_slopes is sinks is None):
-            of_terms = (bias, alibi_slopes, sinks, *(() if mask is None else mask.tensors().values()))
-        ctx.save_for_backward(q, k, v, o, lse, *of_terms)
+            of_mask = () if mask is None else mask.tensors().values()
+            if mask is not None and mask.dense is not None:  # large, as a bias is: autograd may give it away
+                flat = _flat_mask(mask, None, None)
+                mask, of_mask, numbers = None, flat[:8], flat[8:]
+            of_terms = (bias, alibi_slopes, sinks, *of_mask)
+        ctx.constants = average_heads, mask, numbers, scale, softcap, *of_backend
+        ctx.save_for_backward(q, k, v, o, lse, *_to_save(of_terms))
         if other is None:
             return o
         ctx.set_materialize_grads(False)
@@ -283,8 +294,12 @@ class _ShortAttention(Function):
 
     @staticmethod
     def backward(ctx, do, d_other=None):
-        q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
-        wanted, (average_heads, terms, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
+        q, k, v, o, lse, *of_terms = ctx.saved_tensors  # which refuses those that were changed since
+        average_heads, mask, numbers, scale, softcap, backward, backend = ctx.constants
+        bias, alibi_slopes, sinks, *of_mask = of_terms or (None, None, None)
+        if numbers:
+            mask, *_ = _mask_of((*of_mask, *numbers))
+        terms, wanted = (mask, scale, bias, softcap, alibi_slopes, sinks), ctx.needs_input_grad[:3]
         dlse, d_weights = (d_other, None) if average_heads is None else (None, d_other)
         result, of_weights = None, (None, None, None)
         unwatched = not (_grad_enabled() or is_watched())
@@ -386,6 +401,7 @@ def is_watched() -> bool | int:
 # By names of their own, since torch's are in large dictionaries, which a short call would look up in no cache.
 _keys_of_modes, _bits_of = torch._C._dispatch_tls_local_include_set, torch._C.DispatchKeySet.raw_repr
 _any_function_mode, _any_autocast = torch._C._is_torch_function_mode_enabled, torch._C._is_any_autocast_enabled
+_hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
 _grad_enabled, _innermost_transform = torch.is_grad_enabled, torch._C._functorch.peek_interpreter_stack
 _MODES = ~_bits_of(_keys_of_modes())
 _KIND = torch._C._functorch.TransformType
@@ -483,8 +499,9 @@ class _Attention(Function):
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         tensors, ctx.constants = inputs[:_TENSORS], inputs[_TENSORS:]
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)  # the same: vmap remembers what was saved last
+        tensors = (*_to_save(tensors), *output)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)  # the same: vmap remembers what was saved last
 
     @staticmethod
     def backward(ctx, do, dlse):
@@ -598,7 +615,7 @@ for _function in (
 
 def _split(arguments: tuple) -> tuple[list[Tensor], list]:
     """The tensors among the arguments, for save_for_backward, and the arguments with `_TENSOR` where they stood."""
-    tensors = [a for a in arguments if isinstance(a, Tensor)]
+    tensors = _to_save(a for a in arguments if isinstance(a, Tensor))
     return tensors, [_TENSOR if isinstance(a, Tensor) else a for a in arguments]
 
 

@@ -518,6 +518,18 @@ def can_be_read(x: Tensor) -> bool:
     return not dispatches and torch.func.debug_unwrap(x) is x
 
 
+def is_above(n: int, limit: int) -> bool:
+    """Whether a length is above a limit that none is in earnest; False of one that a graph has for all lengths.
+
+    To ask would make a condition of the graph of it, which torch.export refuses where a length is a plain `Dim`.
+    """
+    if isinstance(n, int):
+        return n > limit
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second, once something is symbolic
+
+    return statically_known_true(n > limit)
+
+
 def is_jagged(x: object) -> bool:
     """Whether `x` is a nested tensor of layout torch.jagged: samples one after the other, without padding."""
     return isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..spec import FEATURES, LOG2E, Spec
+from ..spec import FEATURES, LOG2E, Spec, is_above
 from . import build
 from .gradients import RowStats, Sums, learned_gradients, wanted_sums
 
@@ -34,7 +34,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     result = [] if q.device.type == "cpu" else [f"q must be on the CPU, got {q.device.type}"]
     if q.dtype not in _DTYPES:
         result.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
-    if max(q.shape[2], k.shape[2]) > _MOST_KEYS:
+    if is_above(q.shape[2], _MOST_KEYS) or is_above(k.shape[2], _MOST_KEYS):
         result.append(f"n_q and n_k must be at most {_MOST_KEYS}, got {q.shape[2]} and {k.shape[2]}")
     return result
 

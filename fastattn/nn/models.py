@@ -216,7 +216,7 @@ class Model(nn.Module):
     def _embed(self, ids: Tensor, positions: Tensor, embedding: TokenEmbedding) -> Tensor:
         x = embedding(ids)
         if self.positions is not None:
-            x = x + self.positions(positions)
+            x = x + self.positions(positions).to(x.dtype)  # as where weights are cast for a call, but no buffers
         return self.dropout(x)
 
 

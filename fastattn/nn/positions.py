@@ -62,7 +62,7 @@ class TokenEmbedding(nn.Embedding):
     ) -> None:
         check_ints(1, num_embeddings=num_embeddings, d_model=d_model)
         padding_idx = checked_index("padding_idx", padding_idx, num_embeddings)
-        self.scale = math.sqrt(d_model) if scaled else 1.0
+        self.embed_scale = math.sqrt(d_model) if scaled else 1.0  # by this name peft looks for it
         super().__init__(num_embeddings, d_model, padding_idx, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
@@ -71,7 +71,7 @@ class TokenEmbedding(nn.Embedding):
         self._fill_padding_idx_with_zero()
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.scale
+        return super().forward(input) * self.embed_scale
 
     if TYPE_CHECKING:
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -310,20 +311,71 @@ def test_a_checkpoint_around_it():
     assert all(map(torch.equal, gradients(checkpointed=True), gradients(checkpointed=False)))
 
 
-@pytest.mark.parametrize("name", ["bias", "dense"])
-def test_what_a_backward_needs_is_kept_by_autograd_alone(name):
+OF_TENSORS = ("q_offsets", "real_keys", "real_queries", "segment_ids", "dense", "bias", "slopes", "sinks")
+ROADS = {"short": contextlib.nullcontext, "dispatched": BaseTorchFunctionMode}  # and the one of a backend by name
+
+
+def tensors_of(call: dict) -> list[Tensor]:
+    given = call.get("mask", Mask()).tensors().values()
+    return [*given, *(x for x in call.values() if isinstance(x, Tensor))]
+
+
+def made_anew(name: str) -> dict:
+    """The arguments of a kind, in tensors of their own, not all alike, as this thread makes them."""
+    call = copy.deepcopy(OF_A_KIND_OF_ITS_OWN[name])
+    for x in tensors_of(call):
+        if x.dtype == torch.bool or x.is_floating_point():
+            x.copy_(torch.arange(x.numel()).view(x.shape) % 3 > 0)
+    return call
+
+
+@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_what_a_backward_needs_is_kept_by_autograd_alone(name, backend):
     """Which may give it away, as a checkpoint does and those who save memory on GPUs, and get it again."""
-    x, packed = leaves(), []
-    table = torch.zeros(3, 7, dtype=torch.bool if name == "dense" else torch.float32)
-    call = {"mask": Mask(dense=~table)} if name == "dense" else {"bias": table + 1}
-    given = weakref.ref(call["mask"].dense if name == "dense" else call["bias"])
-    expected = torch.autograd.grad(fastattn.attention(*x, **call, backend="cpu").sum(), x)
+    x, packed, call = leaves(), [], made_anew(name)
+    expected = torch.autograd.grad(fastattn.attention(*x, **call, backend=backend).square().sum(), x)
     pack = lambda y: packed.append(y.clone()) or len(packed) - 1  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
-        o = fastattn.attention(*x, **call, backend="cpu")
+        o = fastattn.attention(*x, **call, backend=backend)
+    given = list(map(weakref.ref, tensors_of(call)))
+    for tensor in tensors_of(call):
+        tensor.zero_()
+    del tensor
     call.clear()
+    assert all(tensor() is None for tensor in given)
+    assert all(map(torch.equal, torch.autograd.grad(o.square().sum(), x), expected))
+
+
+@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("name", ["bias", "dense"])
+def test_tables_are_free_after_the_backward(name, backend):
+    x, call = leaves(), made_anew(name)
+    o = fastattn.attention(*x, **call, backend=backend)
+    (given,) = map(weakref.ref, tensors_of(call))
+    call.clear()
+    o.sum().backward()
     assert given() is None
-    assert all(map(torch.equal, torch.autograd.grad(o.sum(), x), expected))
+
+
+@pytest.mark.parametrize("road", [*ROADS, "backend"])
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_what_was_made_in_inference_mode_serves_training(name, road):
+    """As a mask that a model makes in its first forward, and keeps: PyTorch saves no such tensor for a backward."""
+    with torch.inference_mode():
+        call = made_anew(name)
+    assert all(tensor.is_inference() for tensor in tensors_of(call))
+    backend = {"backend": "cpu"} if road == "backend" else {}
+
+    def gradients(call: dict) -> tuple[Tensor, ...]:
+        x = leaves()
+        with ROADS.get(road, contextlib.nullcontext)():
+            o, weights = fastattn.attention_with_weights(*x, **call, **backend)
+        both = torch.autograd.grad(o.square().sum() + weights.square().sum(), x)
+        return *both, *torch.autograd.grad(fastattn.attention(*x, **call, **backend).square().sum(), x)
+
+    for gradient, expected in zip(gradients(call), gradients(made_anew(name)), strict=True):
+        torch.testing.assert_close(gradient, expected)
 
 
 def forward_over_backward(o: Tensor, x: list[Tensor]) -> tuple[Tensor, ...]:

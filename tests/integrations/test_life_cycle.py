@@ -259,12 +259,21 @@ def test_a_compiled_model_can_be_swapped_and_taken_back(name, compiled):
 
 
 @pytest.mark.parametrize(
-    ("name", "strict"),
-    [("attention", False), ("encoder", False), ("encoder", True), ("llama, packed", False), ("bert, packed", True)],
+    ("name", "strict", "named"),
+    [
+        ("attention", False, False),
+        ("attention", True, True),
+        ("encoder", False, True),
+        ("encoder", True, False),
+        ("llama, packed", False, False),
+        ("bert, packed", True, False),
+    ],
 )
-def test_exports_for_every_size(name, strict):
+def test_exports_for_every_size(name, strict, named):
+    """Also by names that say of a size that it is any, so that a condition on it is an error."""
     original, swapped = pair(name)
-    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    Dim = torch.export.Dim
+    sizes = {0: Dim("batch"), 1: Dim("length")} if named else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     program = torch.export.export(swapped, inputs(swapped, *SHORT), dynamic_shapes=(sizes, sizes), strict=strict)
     file = io.BytesIO()
     torch.export.save(program, file)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 
+import peft
 import pytest
 import torch
 
 from fastattn.nn import (
+    LanguageModel,
     LearnedPositions,
     RotaryPositions,
     SinusoidalPositions,
     TokenEmbedding,
+    TransformerConfig,
     TransformerEncoder,
     TransformerEncoderLayer,
 )
@@ -90,3 +93,33 @@ def test_the_table_of_a_module_from_the_meta_device_is_computed(assign):
     module.load_state_dict({}, assign=assign)
     expected = SinusoidalPositions(6, 4, padding_idx=0, dtype=torch.float64)
     assert torch.equal(module(torch.arange(4)), expected(torch.arange(4)))
+
+
+IDS = torch.tensor([[1, 2, 3, 4]])
+
+
+def language_model(**options: object) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(TransformerConfig(vocab_size=9, d_model=64, nhead=2, num_layers=1, **options)).eval()
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary"])
+def test_a_model_computes_in_the_dtype_that_its_weights_have_in_a_call(positions):
+    """As under the mixed precision of FSDP, which casts parameters, and not buffers."""
+    model = language_model(positions=positions)
+    halves = {name: weight.bfloat16() for name, weight in model.named_parameters()}
+    logits = torch.func.functional_call(model, halves, (IDS,))
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), model(IDS), rtol=0, atol=0.1)
+
+
+def test_adapters_of_a_scaled_embedding_are_scaled_too():
+    model = language_model(tie_embeddings=False)
+    expected = model(IDS)
+    tokens = peft.TrainableTokensConfig(target_modules=["embedding"], token_indices=[1])
+    torch.testing.assert_close(peft.get_peft_model(model, tokens)(IDS), expected)
+    weights = peft.LoraConfig(r=2, target_modules=["embedding"], init_lora_weights=False)
+    adapted = peft.get_peft_model(language_model(tie_embeddings=False), weights).eval()
+    expected = adapted(IDS)
+    adapted.merge_adapter()
+    torch.testing.assert_close(adapted(IDS), expected)

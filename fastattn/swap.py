@@ -104,8 +104,8 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
         packed: also let the layers of transformers' models compute no padding: a padded batch is packed before the
             first layer and unpacked after the last, whose output is 0 at padding then. The report says which stacks of
             layers are not known to take that, and `report.calls` how many passes were packed, and why others were not:
-            those with a cache, or that are asked for hidden states or attentions. torch.nn's encoders and decoders
-            pack by themselves.
+            those with a cache, or that are asked for hidden states or attentions. Under torch.compile none is packed,
+            nor counted. torch.nn's encoders and decoders pack by themselves.
 
     Returns:
         A `SwapReport`: by name, the modules that were swapped, those that had been before, and those that were refused.

@@ -135,6 +135,9 @@ class PackedStack:
 
     def look(self, parent: nn.Module, args: tuple) -> None:
         """Notes why this pass might leave out a layer between the first and the last one with a hook."""
+        if torch.compiler.is_compiling():  # what is asked below would be traced, for a pass that is not packed
+            self.why = "the model is compiled"
+            return
         layers = getattr(parent, self.name)
         self.why = None
         if not layers or layers[0] is not self.first or layers[-1] is not self.last:
@@ -143,6 +146,8 @@ class PackedStack:
             self.why = "the stack is not as transformers has it"
         elif not all(map(_is_as_transformers_has_it, layers)):
             self.why = "a layer is not as transformers has it"
+        elif any(layer._compiled_call_impl is not None for layer in layers):
+            self.why = "a layer is compiled by itself"
         elif parent.training and any(getattr(of, "layerdrop", 0.0) for of in (parent, getattr(parent, "config", None))):
             self.why = "layers are left out at random (layerdrop)"
 
@@ -157,9 +162,9 @@ class PackedStack:
             return None
         names = _positional(layer.forward) if "forward" in vars(layer) else _positional_of(type(layer))
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        if not isinstance(arguments.get("attention_mask"), PreparedMask):
+        if self.why is not None or not isinstance(arguments.get("attention_mask"), PreparedMask):
             if layer is self.first:
-                self.calls.count("the mask is none of fastattn's")
+                self.calls.count(self.why or "the mask is none of fastattn's")
             return None
         x = arguments.pop(names[0])
         decision = self._decision(layer, x, arguments)
@@ -194,8 +199,6 @@ class PackedStack:
 
     def _objection(self, arguments: dict[str, object]) -> str | None:
         """Why a pass in which a layer has these arguments cannot be packed."""
-        if self.why is not None:
-            return self.why
         if blocks.current() is not None:
             return "the tokens of a sample are on several ranks"
         if _active_collector.get() or any(arguments.get(name) for name in _ASKED_FOR):

@@ -562,7 +562,8 @@ def attention_mask(
         raise ValueError(f"attention_mask must be [B, n] or [B, H, n_q, n_k], got {list(attention_mask.shape)}")
     if attention_mask is not None and attention_mask.dtype != torch.bool:  # which transformers makes of every dtype
         raise ValueError(f"attention_mask [B, n] must be bool, False at padding, got {attention_mask.dtype}")
-    if attention_mask is not None and attention_mask.shape[0] not in (batch_size, 1):
+    # Not `in`, of which Dynamo makes a comparison of numbers that it does not know to be equal yet.
+    if attention_mask is not None and attention_mask.shape[0] != batch_size and attention_mask.shape[0] != 1:
         raise ValueError(f"attention_mask must be [{batch_size} or 1, n], got {list(attention_mask.shape)}")
     lengths, fields = (batch_size, q_length, kv_length), None if use_vmap else _fields(mask_function)
     if (block := blocks.current()) is not None:

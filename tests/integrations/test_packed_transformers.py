@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers_cases import SIZES, TOKENS
 
 import fastattn
+from fastattn.integrations import packed_transformers
 from fastattn.integrations.packed_transformers import MODEL_TYPES, _stacks
 from fastattn.integrations.transformers import PreparedMask
 
@@ -361,9 +363,13 @@ IN_PLACE = {  # what stands for the feed-forward network of a layer, where that 
 }
 
 
-@pytest.mark.parametrize("how", [*IN_PLACE, "a module around it", "a method in place of its own", "its stack"])
+CHANGED = (*IN_PLACE, "a module around it", "a method in place of its own", "its stack", "compiled", "around all")
+
+
+@pytest.mark.parametrize("how", CHANGED)
 def test_layers_that_somebody_changed_are_not_packed(how):
     torch.manual_seed(0)
+    torch._dynamo.reset()
     model, batch = model_of("llama").eval(), inputs("right")
     if how == "its stack":
         model.__class__ = Summing
@@ -371,10 +377,15 @@ def test_layers_that_somebody_changed_are_not_packed(how):
         model.layers[1].mlp = IN_PLACE[how](model.layers[1].mlp).eval()
     elif how == "a module around it":
         model.layers[1] = Centring(model.layers[1])
+    elif how == "compiled":
+        model.layers[1].compile(backend="eager")
+    elif how == "around all":
+        model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in model.layers)
     else:
         forward = model.layers[1].forward
         model.layers[1].forward = lambda x, *args, **kwargs: forward(x - x.mean(1, keepdim=True), *args, **kwargs)
-    plain = None if how == "a method in place of its own" else copy.deepcopy(model)
+    by_itself = how in ("a method in place of its own", "compiled")
+    plain = None if by_itself else copy.deepcopy(model)
     with torch.no_grad():
         if plain is not None:
             fastattn.swap(plain)
@@ -385,7 +396,26 @@ def test_layers_that_somebody_changed_are_not_packed(how):
         assert_same(actual, expected)
     assert report.calls.packed == 0
     part = "the stack" if how == "its stack" else "a layer"
-    assert report.calls.unpacked == {f"{part} is not as transformers has it": 1}
+    why = "a layer is compiled by itself" if how == "compiled" else f"{part} is not as transformers has it"
+    assert report.calls.unpacked == {why: 1}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_model_takes_a_mask_for_a_batch_of_any_size(packed, monkeypatch):
+    """Dynamo then knows the size of ids as a symbol, and that of a mask that is new as a number; it asks no layer."""
+    asked = mock.Mock(side_effect=AssertionError("nothing is packed in a graph"))
+    monkeypatch.setattr(packed_transformers, "_is_as_transformers_has_it", asked)
+    torch._dynamo.reset()
+    model, batch = model_of("bert").eval(), inputs("right")
+    plain = copy.deepcopy(model)
+    fastattn.swap(model, packed=packed)
+    compiled, ids = torch.compile(model, backend="eager", fullgraph=True), batch["input_ids"]
+    with torch.no_grad():
+        for size in (4, 2):
+            compiled(input_ids=ids[:1].expand(size, -1))
+        actual, expected = (m(**batch).last_hidden_state for m in (compiled, plain))
+    real = batch["attention_mask"].bool()
+    assert_same(actual[real], expected[real])
 
 
 WAV2VEC2 = transformers_cases.SPEECH | {"add_adapter": True, "num_adapter_layers": 1, "output_hidden_size": 32}

@@ -1,4 +1,4 @@
-# make demo | test | properties | attack | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
+# make demo | test | tools-test | properties | attack | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch; cuda needs nvcc too
 # make hopper | triton: compiles the kernels in fastattn/backends/ that and records what they take, for GPUs that need not be there
 # make cuda: the same for those in csrc/cuda
@@ -21,14 +21,23 @@ SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 QEMU := qemu-aarch64
 
-.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions ptx ptx-few ptx-tritons wheel wheel-test sdist sdist-test check-dist sbom workflows clean
+.PHONY: demo test tools-test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions ptx ptx-few ptx-tritons wheel wheel-test sdist sdist-test check-dist sbom workflows clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
 
+# Tests of what builds, compiles ahead of time, tunes and times kernels, which little that users call depends on.
+OF_TOOLS := tests/compile_gates tests/packaging/test_build.py tests/backends/test_launches.py $(addprefix tests/bench/test_,gpu_stages.py tune.py)
+
 # One process for each core, with one thread each: the tests of threads ask for their own.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+	$(PYTEST) $(addprefix --ignore=,$(OF_TOOLS))
+
+tools-test: $(INSTALLED)
+	$(PYTEST) $(OF_TOOLS)
+	@$(PYTHON) .ci/passed.py --record $@
 
 # Random combinations of everything, 2000 of them, drawn anew each time.
 properties: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""Slow checks of kernels that have passed, and whether their sources are still what they were then; Python is enough.
+"""Slow checks that have passed, and whether their sources are still what they were then; Python is enough.
 
 `python .ci/passed.py CHECK ...` prints the checks whose sources have changed since; `--record CHECK` is what the check
 says itself, in the Makefile, when it has passed.
@@ -35,9 +35,14 @@ SOURCES = {
         *(*_AROUND, "fastattn/spec.py", "fastattn/testing.py", "tests/backends/places.py", "tests/core/test_paged.py"),
         *("tests/conftest.py", "tests/quick_interpreter.py"),
         *(f"tests/backends/test_{name}.py" for name in ("conformance", "properties", "triton")),
-        *("tests/conftest.py", "tests/quick_interpreter.py"),
     ),
     "ptx-tritons": _OF_TRITON,
+    "tools-test": (
+        *("fastattn/backends/**/*.py", "fastattn/bench/*.py", "fastattn/__main__.py", "fastattn/machine.py"),
+        *("csrc/**/*.[ch]*", "benchmarks/gpu/*.py", "tests/compile_gates/*", "tests/bench/*.py", "tests/conftest.py"),
+        *("tests/backends/*launches.py", "tests/packaging/test_build.py", "setup.py", "pyproject.toml"),
+        "constraints.txt",
+    ),
 }
 
 

@@ -26,8 +26,8 @@ QEMU := qemu-aarch64
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
 
-# Tests of what builds, compiles ahead of time, tunes and times kernels, which little that users call depends on.
-OF_TOOLS := tests/compile_gates tests/packaging/test_build.py tests/backends/test_launches.py $(addprefix tests/bench/test_,gpu_stages.py tune.py)
+# Tests of what builds, compiles ahead of time, plays a GPU for, tunes and times kernels: little that users call depends on it.
+OF_TOOLS := tests/compile_gates tests/gpu_models tests/packaging/test_build.py tests/backends/test_launches.py $(addprefix tests/bench/test_,gpu_stages.py tune.py)
 
 # One process for each core, with one thread each: the tests of threads ask for their own.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal

@@ -39,7 +39,8 @@ SOURCES = {
     "ptx-tritons": _OF_TRITON,
     "tools-test": (
         *("fastattn/backends/**/*.py", "fastattn/bench/*.py", "fastattn/__main__.py", "fastattn/machine.py"),
-        *("csrc/**/*.[ch]*", "benchmarks/gpu/*.py", "tests/compile_gates/*", "tests/bench/*.py", "tests/conftest.py"),
+        *("csrc/**/*.[ch]*", "benchmarks/gpu/*.py", "tests/compile_gates/*", "tests/gpu_models/**/*.[chp]*"),
+        *("tests/bench/*.py", "tests/conftest.py", "tests/backends/places.py"),
         *("tests/backends/*launches.py", "tests/packaging/test_build.py", "setup.py", "pyproject.toml"),
         "constraints.txt",
     ),

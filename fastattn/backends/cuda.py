@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..spec import FEATURES, LOG2E, Spec, empty_output, is_above
+from ..spec import FEATURES, LOG2E, Spec, empty_output
 from . import build
 from .diagonals import n_diagonals, sums_of_diagonals
 from .gradients import RowStats, Sums, learned_gradients, wanted_sums
@@ -49,7 +49,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if not 1 <= dim <= _LARGEST_HEAD_DIM:
             result.append(f"takes head dims from 1 to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
-    if is_above(q.shape[2], _MOST_TOKENS) or is_above(k.shape[2], _MOST_TOKENS):
+    if max(q.shape[2], k.shape[2]) > _MOST_TOKENS:
         result.append(f"n_q and n_k must be at most {_MOST_TOKENS}, got {q.shape[2]} and {k.shape[2]}")
     return result
 

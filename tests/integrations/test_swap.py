@@ -224,14 +224,6 @@ def test_a_swapped_module_has_what_a_new_one_has():
     assert not swapped.out_proj._forward_pre_hooks
 
 
-def test_a_layer_of_torch_calls_what_was_swapped_in_it_in_eval_too():
-    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True).eval()
-    fastattn.swap(layer.self_attn)
-    padding = torch.tensor([[False, False, True], [True, True, True]])
-    with torch.no_grad():
-        assert layer(torch.randn(2, 3, 16), src_key_padding_mask=padding).isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["attention", "encoder"])
 def test_fx_traces_before_the_swap(name):
     class Model(nn.Module):
@@ -523,38 +515,6 @@ def test_a_layer_with_an_attention_of_somebody_elses_stays(names):
     fastattn.swap(layer)
     assert type(layer) is nn.TransformerDecoderLayer
     torch.testing.assert_close(layer(x, x), expected)
-
-
-class Centred(nn.Module):
-    """What it gives for a token depends on the others of the sample, padding among them."""
-
-    def forward(self, x):
-        return x - x.mean(1, keepdim=True)
-
-
-def centred(part: str, stack: nn.Module) -> nn.Module:
-    for layer in stack.layers if part != "norm" else [stack]:
-        setattr(layer, part, Centred())
-    return stack
-
-
-@may_fall_back
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-@pytest.mark.parametrize("part", ["norm", "norm1", "dropout1", "activation"])
-@pytest.mark.parametrize("decodes", [False, True])
-def test_what_computes_tokens_together_gets_them_as_before(decodes, part):
-    padding, x = torch.zeros(2, 6, dtype=torch.bool), torch.randn(2, 6, 8)
-    padding[1, 2:] = True
-    if decodes:
-        stack = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
-        arguments = {"memory": x, "tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
-    else:
-        stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
-        arguments = {"src_key_padding_mask": padding}
-    stack = centred(part, stack)
-    expected = stack(x, **arguments)
-    fastattn.swap(stack)
-    torch.testing.assert_close(stack(x, **arguments)[~padding], expected[~padding])
 
 
 class OfTorchsArguments(fastattn.nn.TransformerEncoderLayer):

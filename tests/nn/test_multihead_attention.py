@@ -611,13 +611,6 @@ def test_compiles_to_one_graph(options, need_weights):
     assert_same({name.replace("_orig_mod.", ""): result for name, result in actual.items()}, expected)
 
 
-def test_exports():
-    _, ours = pair(8, 2, batch_first=True)
-    x, options = normal(2, 5, 8), {"key_padding_mask": padded(5, 3)}
-    exported = torch.export.export(ours, (x, x, x), options).module()
-    assert_same(exported(x, x, x, **options), ours(x, x, x, **options))
-
-
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("attn_mask", [None, causal_mask(5), normal(5, 5).bfloat16()], ids=["none", "causal", "half"])
 def test_autocast(attn_mask, need_weights):

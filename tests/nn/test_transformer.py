@@ -269,19 +269,27 @@ def test_what_is_more_than_padding_and_causality_is_not_packed():
     assert rows.seen == {B * L}
 
 
+class Centred(nn.Module):
+    """What it gives for a token depends on the others of the sample, padding among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
 @pytest.mark.parametrize(
-    ("activation", "norm"),
+    ("activation", "part", "norm"),
     [
-        (lambda x: x.softmax(1), None),
-        (lambda x: x - x.mean(-2, keepdim=True), None),
-        (lambda x: F.normalize(x, dim=2), None),
-        (F.relu, nn.LayerNorm((L, E), dtype=torch.float64)),
+        (lambda x: x.softmax(1), None, None),
+        (lambda x: F.normalize(x, dim=2), None, None),
+        (F.relu, None, nn.LayerNorm((L, E), dtype=torch.float64)),
+        (F.relu, None, Centred()),
+        *((F.relu, part, None) for part in ("norm1", "dropout1", "activation")),
     ],
-    ids=["softmax", "mean", "dim 2", "norm"],
+    ids=["softmax", "dim 2", "norm of tokens", "norm", "norm1", "dropout1", "activation"],
 )
 @pytest.mark.parametrize("name", ["Encoder", "Decoder"])
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-def test_what_computes_tokens_together_gets_them_as_in_torch(name, activation, norm):
+def test_what_computes_tokens_together_gets_them_as_in_torch(name, activation, part, norm):
     stacks = []
     for package in (fastattn.nn, nn):
         torch.manual_seed(0)
@@ -289,6 +297,8 @@ def test_what_computes_tokens_together_gets_them_as_in_torch(name, activation, n
         layer = getattr(package, f"Transformer{name}Layer")(E, H, 32, 0.0, **options)
         stacks.append(getattr(package, f"Transformer{name}")(layer, 1, norm))
     stacks[1].load_state_dict(stacks[0].state_dict())
+    for stack in stacks if part else ():
+        setattr(stack.layers[0], part, Centred())
     x, padding = normal(B, L, E), PADDINGS["right"]
     masks = {f"{of}_key_padding_mask": padding for of in (["src"] if name == "Encoder" else ["tgt", "memory"])}
     ours, theirs = (stack(x, *[x][: len(masks) - 1], **masks) for stack in stacks)

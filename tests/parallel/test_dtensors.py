@@ -1,13 +1,17 @@
 """Attention of DTensors: every way to place samples, heads and tokens, against one process."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from jobs import inputs_of
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fastattn
 from fastattn.testing import Case, assert_right
@@ -40,12 +44,20 @@ def test_heads_are_merged_without_a_copy(ranks):
     assert ranks.run("order_of_dtensors", 2) == [True, True]
 
 
+@contextmanager
+def mesh_of(*shape: int) -> Iterator[DeviceMesh]:
+    """A mesh of ranks of which this process is the first, and the others do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=torch.Size(shape).numel(), store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", shape)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("shards", [(0, 1), (1, 0), (0, 0), (None, 1)])
 def test_eight_ranks_in_one_process(shards):
     """LocalTensorMode plays them where all do the same: not with a plan, of which each sends what it alone knows."""
     from torch.distributed._local_tensor import LocalTensorMode
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     q, k, v = torch.randn(3, 8, 8, 12, 4, generator=torch.Generator().manual_seed(0))
 
@@ -56,15 +68,10 @@ def test_eight_ranks_in_one_process(shards):
         return [o, *torch.autograd.grad(o.square().sum(), leaves)]
 
     exact = results(q, k, v)
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2, 4))
-        placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
-        with LocalTensorMode(8):
-            actual = results(*(distribute_tensor(x, mesh, placements) for x in (q, k, v)))
-            whole = [x.full_tensor().reconcile() for x in actual]
-    finally:
-        dist.destroy_process_group()
+    placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
+    with mesh_of(2, 4) as mesh, LocalTensorMode(8):
+        actual = results(*(distribute_tensor(x, mesh, placements) for x in (q, k, v)))
+        whole = [x.full_tensor().reconcile() for x in actual]
     for x, y in zip(whole, exact, strict=True):
         torch.testing.assert_close(x, y)
 
@@ -79,47 +86,29 @@ def test_eight_ranks_in_one_process(shards):
     ],
 )
 def test_weights_of_dtensors_are_refused_in_a_sentence(call):
-    from torch.distributed.tensor import distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     q = torch.randn(1, 2, 4, 8)
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        k = distribute_tensor(q, init_device_mesh("cpu", (2,)))
+    with mesh_of(2) as mesh:
+        k = distribute_tensor(q, mesh)
         with pytest.raises(NotImplementedError, match=r"^k must lie in one process, as its to_local\(\) does"):
             call(q, k)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["k", "sinks", "mask.real_keys"])
 def test_a_dtensor_beside_a_tensor_is_refused_in_a_sentence(name):
-    from torch.distributed.tensor import distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     q = torch.randn(1, 2, 4, 8)
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        of = {"k": q, "sinks": torch.zeros(2), "mask.real_keys": torch.ones(1, 4, dtype=torch.bool)}[name]
-        given = distribute_tensor(of, init_device_mesh("cpu", (1,)))
+    of = {"k": q, "sinks": torch.zeros(2), "mask.real_keys": torch.ones(1, 4, dtype=torch.bool)}[name]
+    with mesh_of(1) as mesh:
+        given = distribute_tensor(of, mesh)
         k, mask = given if name == "k" else q, fastattn.Mask(real_keys=given) if "mask" in name else None
         with pytest.raises(NotImplementedError, match=f"^{name} must lie in one process"):
             fastattn.attention(q, k, q, mask, sinks=given if name == "sinks" else None)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_documents_of_one_query():
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     q, ends = torch.randn(2, 2, 8), torch.tensor([0, 1, 2])
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        x = distribute_tensor(q, init_device_mesh("cpu", (1,)), [Shard(1)])
+    with mesh_of(1) as mesh:
+        x = distribute_tensor(q, mesh, [Shard(1)])
         o = fastattn.attention_varlen(x, x, x, ends, ends).to_local()
-    finally:
-        dist.destroy_process_group()
     torch.testing.assert_close(o, q)
 
 

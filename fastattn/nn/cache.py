@@ -138,6 +138,7 @@ class KVCache:
                 f"with this cache there must be {wanted[0]} samples of {wanted[1]} new tokens, for which KVCache and "
                 f"extend have made room, got {x.shape[0]} of {x.shape[2]}"
             )
+        x = x.to(buffer.dtype)  # as where autocast begins in between: attention says so where the query is of another
         if isinstance(self._length, int):
             buffer[:, :, self._end - x.shape[2] : self._end] = x
         elif self._real is None:

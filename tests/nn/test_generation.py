@@ -598,6 +598,19 @@ def test_after_an_error_a_cache_is_as_before(ids, padded):
     assert torch.equal(model(more, cache=cache), model(more, cache=expected))
 
 
+@pytest.mark.parametrize("real", [None, torch.tensor([[False, True], [True, True]])], ids=["whole", "padded"])
+def test_a_cache_is_of_the_dtype_of_its_first_tokens(real):
+    model, cache, ids = made(LanguageModel, CONFIG), KVCache(2, 4), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    with torch.no_grad():
+        model(ids[:, :2], real, cache)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids[:, 2:], None, cache)
+        whole = None if real is None else torch.cat([real, real[:, 1:]], 1)
+        torch.testing.assert_close(logits.float(), model(ids, whole)[:, 2:], rtol=0.05, atol=0.05)
+        with pytest.raises(ValueError, match=r"k and v must be of dtype torch\.bfloat16 like q, got torch\.float32"):
+            model.bfloat16()(ids[:, :1], None, cache)
+
+
 @pytest.mark.parametrize("use", ["filled", "selected", "paged"])
 def test_a_cache_that_was_first_used_in_inference_mode_is_used_outside_too(use):
     model, ids, paged = made(LanguageModel, CONFIG), torch.tensor([[3, 4, 5, 6]]), use == "paged"

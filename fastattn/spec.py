@@ -523,8 +523,8 @@ def is_above(n: int, limit: int) -> bool:
 
     To ask would make a condition of the graph of it, which torch.export refuses where a length is a plain `Dim`.
     """
-    if isinstance(n, int):
-        return n > limit
+    if not isinstance(n, torch.SymInt):  # torch.jit.trace has tensors for lengths
+        return bool(n > limit)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second, once something is symbolic
 
     return statically_known_true(n > limit)

@@ -534,6 +534,8 @@ void backward(const Params& p, const BackwardTensors& t, const BackwardItem& ite
   const BackwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
   Prefetch prefetch = prefetch_for(p, t, item, next);
+  IndexList queries{};  // of this head: an item of one head finds them once, not for each chunk of keys
+  int64_t head_of_queries = -1;
   int64_t begin = item.first_key;
   do {
     const int64_t end = end_of_chunk(p, begin, item.last_key);
@@ -542,9 +544,10 @@ void backward(const Params& p, const BackwardTensors& t, const BackwardItem& ite
       __builtin_memset(w.dv, 0, (end - begin) * padded(p.d_v) * sizeof(float));
     }
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
-      const bool whole_runs = item.wanted.rows_of_queries() && item.wanted.rows_of_keys();
+      const bool whole_runs = item.wanted.rows_of_keys();
       const int64_t from = whole_runs ? item.first_query : 0, to = whole_runs ? item.last_query : p.n_q;
-      const IndexList queries = contributing_queries(p, t, item.b, h, from, to, w.queries);
+      if (h != head_of_queries)
+        queries = contributing_queries(p, t, item.b, h, from, to, w.queries), head_of_queries = h;
       if (item.wanted.dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
       each_isolated_run(p, item.b, queries, item.first_query, item.last_query,
                         [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {

@@ -241,8 +241,9 @@ class Call {
       FASTATTN_CHECK(!*x || (*x)->is_floating(), (*x)->name(), " must be a floating Tensor, got ", (*x)->dtype_name());
     }
     if (spec.bias) {
-      const Tensor in_dtype = spec.bias->dtype() ? *spec.bias : spec.bias->as_float();
       const bool by_distance = spec.bias_by_distance;
+      Tensor in_dtype = spec.bias->dtype() ? *spec.bias : spec.bias->as_float();
+      if (by_distance && in_dtype.stride(-1) == 0) in_dtype = in_dtype.contiguous();  // each query begins elsewhere
       p.bias = table(in_dtype, by_distance ? Sizes{p.B, p.H, 1, p.n_q + p.n_k - 1} : Sizes{p.B, p.H, p.n_q, p.n_k});
       p.bias_dtype = *in_dtype.dtype();
       if (by_distance) p.bias = p.bias.by_distance(p.n_q, bytes_of(p.bias_dtype));

@@ -134,10 +134,18 @@ inline std::vector<Step> backward_steps(const Params& p, const Kernels& kernels,
     }
     for (int64_t h_kv = 0; !joint && h_kv < p.H_kv; ++h_kv) {
       const int64_t first_head = h_kv * p.group(), last_head = first_head + p.group();
-      for (int64_t key = 0; by_key && key < std::max<int64_t>(all_keys, 1); key += keys) {
-        const int64_t last_key = std::min(key + keys, all_keys);
+      for (const Piece& piece : pieces[b]) {
         const Wanted rows_of_keys{false, wanted.dkv, false, wanted.by_key};
-        step_of(b, first_head).push_back({b, h_kv, first_head, last_head, 0, p.n_q, key, last_key, rows_of_keys});
+        int64_t key = piece.first_key;
+        do {
+          const int64_t last_key = std::min(key + keys, piece.last_key);
+          if (by_key) {
+            step_of(b, first_head)
+                .push_back(
+                    {b, h_kv, first_head, last_head, piece.first_query, piece.last_query, key, last_key, rows_of_keys});
+          }
+          key += keys;
+        } while (key < piece.last_key);
       }
       for (int64_t h = first_head; by_query && h < last_head; ++h) {
         for (int64_t query = 0; query < p.n_q; query += queries) {

@@ -205,7 +205,16 @@ class Tensor {
   }
   Tensor contiguous() const { return is_contiguous() ? *this : after("contiguous"); }
   Tensor in_rows() const { return has_rows() ? *this : after("contiguous"); }
-  Tensor in_table() const { return dim() == 0 || stride(-1) == 0 ? *this : in_rows(); }  // for `table_of`
+  // For `table_of`. What is repeated in memory is not copied more than once.
+  Tensor in_table() const {
+    if (dim() == 0 || stride(-1) == 0 || has_rows()) return *this;
+    Object once = object_;
+    for (int64_t i = 0; i < dim(); ++i) {
+      if (stride(i) == 0 && size(i) > 1)
+        once = Object::result(PyObject_CallMethod(once.get(), "narrow", "LLL", i, 0LL, 1LL));
+    }
+    return Tensor(std::move(once), name_).after("contiguous");
+  }
   Tensor as_float() const { return is(kDLFloat, 32) ? *this : after("float"); }
   Tensor as_long() const { return is(kDLInt, 64) ? *this : after("long"); }
 

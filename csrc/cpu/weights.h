@@ -65,12 +65,7 @@ void measure(const Params& p, const float* lse, const WeightsItem& item, Measure
     for (int64_t query = item.first_query; query < last_query; ++query) of_head[query] = {0, 0};  // all it sees is -inf
     BackwardItem as_backward{};
     as_backward.b = b;
-    const IndexList& real = p.queries[b];
-    IndexList queries{w.queries, 0, 0};  // that see something
-    for (int64_t i = real.lower_bound(item.first_query); i < real.lower_bound(last_query); ++i) {
-      if (lse[(b * p.H + h) * p.n_q + real.at(i)] == -kInfinity) continue;
-      w.queries[queries.count++] = static_cast<int32_t>(real.at(i));
-    }
+    const IndexList queries = contributing_queries(p, t, b, h, item.first_query, last_query, w.queries);
     for (int64_t first = 0; first < queries.count; first += kBlockQueries) {
       BackwardBlock block;
       w.place_block(p, 0, block);

@@ -330,6 +330,46 @@ def test_gradients_of_few_queries_by_thousands_of_keys_are_right(n_q, factor):
         assert_right(inputs, run(inputs, "cpu"))
 
 
+@pytest.mark.parametrize("name", ["window", "documents"])
+def test_the_gradients_of_one_head_take_no_longer_than_those_of_two(name):
+    """Whose queries and runs of documents are to be found once, and not for each chunk of keys of each item."""
+    n = 100_000 if name == "window" else 400_000
+    documents = (torch.arange(n) // 10)[None]
+    mask = Mask(causal=True, window=(64, 0)) if name == "window" else Mask(segment_ids=(documents, documents))
+
+    def seconds(heads: int) -> float:
+        q, k, v = (torch.randn(1, heads, n, 16, requires_grad=True) for _ in range(3))
+        wanted = (q, k, v) if name == "window" or heads > 1 else (k, v)
+        o = fastattn.attention(q, k, v, mask, backend="cpu")
+        begin = time.perf_counter()
+        torch.autograd.grad(o, wanted, torch.ones_like(o))
+        return time.perf_counter() - begin
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        one, two = (min(seconds(heads) for _ in range(2)) for heads in (1, 2))
+    finally:
+        torch.set_num_threads(threads)
+    assert one < 2 * two
+
+
+def test_what_is_repeated_is_copied_once():
+    """A bias for all samples and heads, whose rows are the columns of a matrix."""
+    code = """if True:
+        import resource, torch, fastattn
+        def attend(bias):
+            q = torch.ones(64, 64, 128, 1)
+            fastattn.attention(q, q, q, bias=bias)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        bias = torch.randn(128, 128)
+        before = attend(bias)
+        print(attend(bias.T.expand(64, 64, 128, 128)) - before)
+        """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 100, f"{done.stdout} MiB; a copy for each head would be 256"
+
+
 def test_large_scores_are_measured_once_for_all_parts_of_backward():
     """An lse above 16 is too rough for weights, so the scores of its query are computed once more."""
 

@@ -650,6 +650,49 @@ def test_any_strides(backend):
     )
 
 
+def tensors_of_a_call(n_q: int, n_k: int) -> dict[str, torch.Tensor]:
+    """Every tensor that a call may have, not all of them at once."""
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(2, 2, n, 8) for name, n in (("q", n_q), ("k", n_k), ("v", n_k))}
+    tensors |= {"bias": torch.randn(2, 2, n_q, n_k), "table": torch.randn(2, n_q + n_k - 1)}
+    tensors |= {"alibi_slopes": torch.rand(2, 2), "sinks": torch.randn(2), "q_offset": torch.tensor([n_k - n_q, 2])}
+    tensors |= {"real_keys": torch.rand(2, n_k) < 0.8, "real_queries": torch.rand(2, n_q) < 0.8}
+    tensors |= {"dense": torch.rand(2, 2, n_q, n_k) < 0.8, "documents": torch.arange(2 * n_k).view(2, n_k) // 9}
+    return tensors
+
+
+def forms_of(x: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors like it whose elements lie in memory once for all of a dimension, in another order, and apart."""
+    repeated = [x.narrow(dim, 0, 1).expand(x.shape) for dim in range(x.dim())]
+    reordered = [x.transpose(dim, -1).contiguous().transpose(dim, -1) for dim in range(x.dim() - 1)]
+    return [*repeated, *reordered, x.repeat_interleave(2, -1)[..., ::2]]
+
+
+@pytest.mark.parametrize("backend", [aten, cpu, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("n_q", [1, 3, 40])
+@pytest.mark.parametrize("name", tensors_of_a_call(1, 1))
+def test_any_tensor_may_lie_in_memory_as_it_likes(name, n_q, backend):
+    given = tensors_of_a_call(n_q, 70)
+
+    def results(x: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v = (x if name == of else given[of] for of in "qkv")
+        leaf = (v if name == "k" else k).clone().requires_grad_()
+        terms = {name: x} if name in ("bias", "alibi_slopes", "sinks") else {}
+        of_mask = {name: x} if name in ("q_offset", "real_keys", "real_queries", "dense") else {}
+        if name == "table":
+            terms = {"bias": RelativeBias(x)}
+        if name == "documents":
+            of_mask = {"segment_ids": (x[:, :n_q], x)}
+        mask = Mask(causal=name in ("q_offset", "alibi_slopes"), **of_mask)
+        k, v = (k, leaf) if name == "k" else (leaf, v)
+        o = fastattn.attention(q, k, v, mask, **terms, backend=backend.NAME)
+        return [o, *torch.autograd.grad(o.square().sum(), leaf)]
+
+    for form in forms_of(given[name]):
+        for actual, expected in zip(results(form), results(form.contiguous()), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_merging_the_heads_of_the_output_needs_no_copy():
     x = random(2, 5, 3 * 8).float()
     q = x.unflatten(-1, (3, 8)).transpose(1, 2)

@@ -33,6 +33,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from .. import blocks
 from ..api import attention, attention_with_weights
+from ..backends.record import while_tracing
 from ..nn.packing import Packing
 from ..spec import Mask, RelativeBias, rows_by_distance
 from .continuous_batching import ContinuousBatchingManager, PagedAttentionCache, attention_paged, keeping
@@ -150,6 +151,9 @@ class PreparedMask(Mask):
 
     def __and__(self, other: Tensor) -> Tensor:
         return self.tensor() & other
+
+    def __invert__(self) -> Tensor:
+        return ~self.tensor()
 
     def __add__(self, scores: Tensor) -> Tensor:
         return torch.where(self.tensor().to(scores.device), scores, torch.finfo(scores.dtype).min)
@@ -503,14 +507,24 @@ def _asks_for_implementation(cls: type[nn.Module]) -> bool:
         return False
 
 
-@functools.cache
 def _unknown_options(cls: type[nn.Module]) -> frozenset[str]:
     """The options that the forward of this class hands to attention, and that `attention_forward` would refuse."""
+    return _options(cls) - _KNOWN
+
+
+@functools.cache
+def _options(cls: type[nn.Module]) -> frozenset[str]:
+    """The options that the forward of this class hands to attention by name."""
     source = inspect.getsource(cls.forward)
     nodes = ast.walk(ast.parse(f"if True:\n{source}" if source[0].isspace() else source))  # indented, as in a class
     calls = [x for x in nodes if isinstance(x, ast.Call) and getattr(x.func, "id", "") == "attention_interface"]
-    options = frozenset(keyword.arg for call in calls for keyword in call.keywords)
-    return options - _KNOWN
+    return frozenset(keyword.arg for call in calls for keyword in call.keywords)
+
+
+@while_tracing
+def _decides_causality(cls: type[nn.Module]) -> bool:
+    """Whether the forward of this class says of each call whether it is causal, so that no caller of the model can."""
+    return _asks_for_implementation(cls) and "is_causal" in _options(cls)
 
 
 _WEIGHING = ("softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
@@ -706,6 +720,13 @@ def _telling(maker: Callable) -> Callable:
     return tell
 
 
+def _are_several(starts_q: Tensor | None, starts_k: Tensor | None, seq_idx: Tensor | None) -> bool:
+    """Whether these say that sequences are packed: by where each starts, or by that which each token is in."""
+    if any(x is not None and x.numel() > 2 for x in (starts_q, starts_k)):
+        return True
+    return seq_idx is not None and (is_compiling() or bool((seq_idx != seq_idx[..., :1]).any()))
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -722,6 +743,7 @@ def attention_forward(
     indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+    seq_idx: Tensor | None = None,
     cache: object | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
@@ -743,7 +765,8 @@ def attention_forward(
         sliding_window: the window that the mask has already.
         indices: int [B, n_q, any number], the only keys that a query may see of those that the mask lets it see, as an
             indexer chose them (DeepSeek-V3.2). None is all of them.
-        cu_seq_lens_q: with `cu_seq_lens_k`, where packed sequences start, which the mask has already.
+        cu_seq_lens_q: with `cu_seq_lens_k`, where packed sequences start, which the mask has already; seq_idx: which
+            of them each token is in.
         cache: the paged cache of continuous batching, whose options say where the requests are; there is no mask then.
         options: `_WITHOUT_EFFECT`, or None.
 
@@ -788,13 +811,18 @@ def attention_forward(
         _, *made = getattr(mask, "lengths", (0, n_q, n_k))  # which copies of a mask forget
         if made != [n_q, n_k]:  # a mask without tensors fits any
             raise _refusal(module, f"a mask made for {made[0]} queries and {made[1]} keys came with {n_q} and {n_k}")
-        if mask.causal and is_causal is False and n_q > 1:
+        if mask.causal and is_causal is False and n_q > 1 and not _decides_causality(type(module)):
             raise _refusal(module, "is_causal=False came with a causal mask; set config.is_causal = False instead")
     else:
         mask, bias = _from_tensor(attention_mask)
-    packed = [x for x in (cu_seq_lens_q, cu_seq_lens_k) if x is not None and x.numel() > 2]
-    if packed and mask.segment_ids is None and mask.dense is None and bias is None:
-        raise _refusal(module, "cu_seq_lens came without a mask that separates the sequences; pass position_ids too")
+    separated = mask.segment_ids is not None or mask.dense is not None or bias is not None
+    if not separated and _are_several(cu_seq_lens_q, cu_seq_lens_k, seq_idx):
+        why = (
+            "came without a mask that separates the sequences; transformers makes one of position_ids, without "
+            "attention_mask and with use_cache=False, for models that look at them, and any model takes a 4-D "
+            "attention_mask"
+        )
+        raise _refusal(module, f"{'seq_idx' if seq_idx is not None else 'cu_seq_lens'} {why}")
     if indices is not None:
         chosen = torch.zeros(query.shape[0], 1, n_q, n_k, dtype=torch.bool, device=query.device)
         chosen.scatter_(-1, indices[:, None].long(), True)

@@ -107,7 +107,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "sdpa": {"spec", "api"},
     "nn": {"spec", "validation", "blocks", "api", "paged"},
     "flash_attn": {"spec", "api", "paged", "nn.checks", "validation"},
-    "integrations": {"spec", "blocks", "api", "sdpa", "nn", "backends"},
+    "integrations": {"spec", "blocks", "api", "sdpa", "nn", "backends", "backends.record"},
     "swap": {"backends", "nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
     "": {"spec", "api", "paged", "sdpa", "flash_attn", "backends", "nn", "swap", "integrations", "parallel"},

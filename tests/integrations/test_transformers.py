@@ -219,6 +219,7 @@ def test_the_mask_is_a_tensor_to_whoever_takes_it_for_one():
     assert (mask.shape, mask.dtype, mask.dim()) == (keep.shape, torch.bool, 4)
     assert torch.equal(mask[:, :, -1:], keep[:, :, -1:])
     assert torch.equal(mask & keep[:, :, :1], keep & keep[:, :, :1])
+    assert torch.equal(~mask, ~keep)
     assert torch.equal(torch.where(mask, 1, 2), torch.where(keep, 1, 2))
     for sum_of_both in (scores + mask, mask + scores, torch.add(scores, mask)):
         assert torch.equal(sum_of_both, torch.where(keep, scores, lowest))
@@ -234,6 +235,38 @@ def test_packed_sequences_do_not_see_each_other(family, received):
     assert_within_budget(*(model(**call).logits for model in (models.swapped, models.eager, models.exact)))
     assert received
     assert all(mask.segment_ids is not None and mask.dense is None for mask in received)
+
+
+@pytest.mark.parametrize("given", ["return_flash_attn_kwargs", "return_seq_idx"])
+def test_what_a_collator_says_of_documents_is_held_to_the_mask(given):
+    """The masks of transformers tell documents by position_ids in some models alone, and never beside a cache."""
+    models = of("Llama")
+    collate = transformers.DataCollatorWithFlattening(return_tensors="pt", **{given: True})
+    samples = [{"input_ids": row.tolist()} for row in (ids()[0, :7], ids()[1, :5])]
+    packed, alone = collate(samples), [models.eager(torch.tensor([sample["input_ids"]])).logits for sample in samples]
+    packed.pop("labels")
+    logits = models.swapped(**packed, use_cache=False).logits
+    torch.testing.assert_close(logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match=r"came without a mask that separates .* with use_cache=False"):
+        models.swapped(**packed, use_cache=True)
+    assert models.swapped(**collate(samples[:1]), use_cache=True).logits.isfinite().all()
+
+
+def test_a_module_that_says_which_calls_are_causal_is_followed():
+    """Moonshine's decoder says is_causal=False beside its causal mask."""
+    torch.manual_seed(0)
+    sizes = {
+        f"{of}_{name}": n
+        for of in ("encoder", "decoder")
+        for name, n in (("num_hidden_layers", 1), ("num_attention_heads", 4))
+    }
+    config = transformers.MoonshineConfig(vocab_size=32, hidden_size=32, intermediate_size=64, **sizes)
+    model = transformers.MoonshineModel._from_config(config, attn_implementation="eager").eval()
+    call = {"input_values": torch.randn(2, 4000), "decoder_input_ids": torch.tensor([[1, 5, 6], [1, 2, 3]])}
+    with torch.no_grad():
+        expected = model(**call).last_hidden_state
+        assert fastattn.swap(model).swapped
+        torch.testing.assert_close(model(**call).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
 
 
 @may_fall_back

@@ -412,7 +412,7 @@ def test_a_users_mask_function_is_not_forgotten(monkeypatch, received):
         ({"head_mask": torch.ones(4)}, "the option head_mask is not supported"),
         ({"block_indices": torch.ones(1), "cache": object()}, "the option block_indices, cache is not supported"),
         ({"sliding_window": 2}, "sliding_window=2 came without a mask"),
-        ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, "pass position_ids too"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, "transformers makes one of position_ids"),
         ({"attention_mask": Mask(causal=True), "is_causal": False}, "is_causal=False came with a causal mask"),
     ],
 )

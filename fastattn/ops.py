@@ -808,7 +808,8 @@ def _over_samples(op, in_dims, arguments):
 
 
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
-for _name, _kernel in (("attention", _attention), ("attention_weights", lambda *all_: _attention_weights(*all_[:-1]))):
+_of_graphs = lambda *arguments: _attention_weights(*arguments[:-1])  # noqa: E731  without `made_by`, the last
+for _name, _kernel in (("attention", _attention), ("attention_weights", _of_graphs)):
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):  # transforms see what is inside
         _LIBRARY.impl(_name, _kernel, _key)
 for _name, _kernel, _fake, _function in (

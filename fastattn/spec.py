@@ -519,13 +519,13 @@ def can_be_read(x: Tensor) -> bool:
 
 
 def is_above(n: int, limit: int) -> bool:
-    """Whether a length is above a limit that none is in earnest; False of one that a graph has for all lengths.
+    """Whether n is above limit, without a guard: False of a symbolic length that may be, as far as is known.
 
-    To ask would make a condition of the graph of it, which torch.export refuses where a length is a plain `Dim`.
+    A comparison would be a guard of the graph, which torch.export refuses where a length is a plain `Dim`.
     """
     if not isinstance(n, torch.SymInt):  # torch.jit.trace has tensors for lengths
         return bool(n > limit)
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # half a second, once something is symbolic
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # of a module that SymInts come from
 
     return statically_known_true(n > limit)
 

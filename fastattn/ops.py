@@ -27,7 +27,7 @@ from . import backends, derivatives
 from .backends import backend_by_name
 from .backends.record import are_fake
 from .plan import Plan, drawn, is_plain, nothing_to_see, places_from, prepare, short_ways
-from .spec import DropoutSeed, Mask, RelativeBias, Spec, accumulation_dtype, empty_output
+from .spec import NO_WINDOW, DropoutSeed, Mask, RelativeBias, Spec, accumulation_dtype, empty_output
 from .validation import EVERYTHING, check_fit, check_numbers, check_tensors, in_spec
 
 _MASK = (
@@ -459,7 +459,7 @@ def _mask_of(flat: tuple) -> tuple[Mask, Tensor | None, Tensor | None]:
     mask = Mask(
         causal=causal,
         q_offset=q_offset if q_offsets is None else q_offsets,
-        window=(left, right),
+        window=NO_WINDOW if left is right is None else (left, right),
         real_keys=real_keys,
         real_queries=real_queries,
         segment_ids=None if segment_ids_q is None else (segment_ids_q, segment_ids_k),

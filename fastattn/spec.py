@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from .picture import MaskPicture, picture_of
 
 LOG2E = math.log2(math.e)
-_NO_WINDOW = (None, None)
+NO_WINDOW = (None, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class Mask:
     causal: bool = False
     _: KW_ONLY
     q_offset: int | Tensor = 0
-    window: tuple[int | None, int | None] = _NO_WINDOW
+    window: tuple[int | None, int | None] = NO_WINDOW
     real_keys: Tensor | None = None
     real_queries: Tensor | None = None
     segment_ids: tuple[Tensor, Tensor] | None = None
@@ -84,7 +84,7 @@ class Mask:
             _check_table("q_offset", self.q_offset, _INTEGERS, (1, 2))
         elif not (isinstance(self.q_offset, torch.SymInt) or abs(self.q_offset) <= 2**61):  # kFar in csrc/mask.h
             raise ValueError(f"mask.q_offset must be an int from -2**61 to 2**61, got {self.q_offset}")
-        if self.window is not _NO_WINDOW:
+        if self.window is not NO_WINDOW:
             if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
                 raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
             object.__setattr__(self, "window", tuple(as_int(width) for width in self.window))

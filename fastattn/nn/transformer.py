@@ -204,8 +204,8 @@ class TransformerEncoderLayer(_TransformerLayer, nn.TransformerEncoderLayer):
 
         def attend(x: Tensor) -> Tensor:
             x, _ = self.self_attn(
-                x, x, x, src_key_padding_mask, need_weights=False, attn_mask=src_mask, is_causal=is_causal,
-                rotation=rotation, cache=cache,
+                x, x, x, key_padding_mask=src_key_padding_mask, need_weights=False, attn_mask=src_mask,
+                is_causal=is_causal, rotation=rotation, cache=cache,
             )  # fmt: skip
             return _dropped(self.dropout1, x)
 
@@ -257,14 +257,14 @@ class TransformerDecoderLayer(_TransformerLayer, nn.TransformerDecoderLayer):
 
         def attend_to_itself(x: Tensor) -> Tensor:
             x, _ = self.self_attn(
-                x, x, x, tgt_key_padding_mask, need_weights=False, attn_mask=tgt_mask, is_causal=tgt_is_causal,
-                rotation=rotation, cache=cache,
+                x, x, x, key_padding_mask=tgt_key_padding_mask, need_weights=False, attn_mask=tgt_mask,
+                is_causal=tgt_is_causal, rotation=rotation, cache=cache,
             )  # fmt: skip
             return _dropped(self.dropout1, x)
 
         def attend_to_memory(x: Tensor) -> Tensor:
             x, _ = self.multihead_attn(
-                x, memory, memory, memory_key_padding_mask, need_weights=False, attn_mask=memory_mask,
+                x, memory, memory, key_padding_mask=memory_key_padding_mask, need_weights=False, attn_mask=memory_mask,
                 is_causal=memory_is_causal, cache=memory_cache,
             )  # fmt: skip
             return _dropped(self.dropout2, x)
@@ -448,7 +448,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             seen, positions = cache.mask(seen), cache.positions
         real = real if self.enable_nested_tensor else None
         options = {"src_mask": seen.with_padding(real_queries=real)} | self._rotated(x, positions)
-        if bias is not None or (cache is None and any(map(_has_own_forward, self.layers))):
+        if bias is not None or (cache is None and any(map(_wants_masks_as_given, self.layers))):
             options |= {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
         x = src
         for i, layer in enumerate(self.layers):
@@ -573,7 +573,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             "tgt_mask": seen.with_padding(real_queries=real),
             "memory_mask": seen_of_memory.with_padding(real_queries=real),
         } | self._rotated(x, positions)
-        as_given = cache is None and any(map(_has_own_forward, self.layers))
+        as_given = cache is None and any(map(_wants_masks_as_given, self.layers))
         if bias is not None or as_given:
             options |= {"tgt_mask": tgt_mask, "tgt_key_padding_mask": tgt_key_padding_mask}
             options |= {"tgt_is_causal": bool(tgt_is_causal)}
@@ -746,8 +746,10 @@ def _unwrapped(layer: nn.Module) -> nn.Module:
     return layer if inner is None else _unwrapped(inner)
 
 
-def _has_own_forward(layer: nn.Module) -> bool:
-    """Whether a layer computes more than those of this module, and may read the masks as they were given."""
+def _wants_masks_as_given(layer: nn.Module) -> bool:
+    """Whether a layer computes more than those of this module, or a hook may read its masks or set others."""
+    if any(hook is not call_me for part in layer.modules() for hook in part._forward_pre_hooks.values()):
+        return True
     layer = layer if type(layer) in _OWN_LAYERS else _unwrapped(layer)
     return "forward" in vars(layer) or not _inherits_known_forward(type(layer))
 

@@ -101,6 +101,30 @@ def test_hooks_see_the_batch_as_it_came(hooked):
     assert_same(actual, expected.masked_fill(padding[..., None], 0))
 
 
+@pytest.mark.parametrize("argument", ["src_mask", "attn_mask", "key_padding_mask"])
+def test_hooks_that_set_a_mask_leave_the_others(argument):
+    theirs = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
+    real = torch.arange(9) < torch.tensor([[9], [5]])
+    masks = {"src_mask": WINDOW_OF_ONE, "attn_mask": WINDOW_OF_ONE, "key_padding_mask": ~real}
+
+    def put(_, args, kwargs):
+        assert len(args) == (1 if argument == "src_mask" else 3)
+        assert argument in kwargs
+        return args, kwargs | {argument: masks[argument]}
+
+    for layer in theirs.layers:
+        (layer if argument == "src_mask" else layer.self_attn).register_forward_pre_hook(put, with_kwargs=True)
+    ours = copy.deepcopy(theirs)
+    fastattn.swap(ours)
+    x = torch.randn(2, 9, 16)
+    padding = None if argument == "key_padding_mask" else ~real
+    o, expected = (module(x, src_key_padding_mask=padding) for module in (ours, theirs))
+    torch.testing.assert_close(o[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+WINDOW_OF_ONE = (torch.arange(9)[:, None] - torch.arange(9)).abs() > 1
+
+
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_hooks_see_the_gradients_as_the_batch_came(register):
     encoder, seen = TransformerEncoder(layer_of(TransformerEncoderLayer), 2), []

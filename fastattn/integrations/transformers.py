@@ -53,9 +53,10 @@ told from the call: a cross-attention whose queries happen to be as many as its 
 _DECODER_ALONE_ASKS = frozenset({"bigbird_pegasus", "longt5", "pegasus_x"})
 """Model types whose encoder has attention of its own, which would ignore the name of an implementation."""
 
-_TAKE_TENSORS_ALONE = frozenset({"deepseek_v4", "nllb-moe"})
+_TAKE_TENSORS_ALONE = frozenset({"deepseek_v4", "gemma4_audio", "informer", "nllb-moe"})
 """Model types that need the tensor of "eager": the attention of the first writes into a mask that is a Tensor, and
-leaves every other one as it is; the router of the second takes 0 for a real token."""
+leaves every other one as it is; attention of their own cuts up that of the next two; the router of the last takes 0 for
+a real token."""
 
 _KEEPING_TO_ATTENTION = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", "sparse", "dense"}

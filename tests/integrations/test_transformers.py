@@ -753,3 +753,40 @@ def test_columns_of_a_data_set_that_say_nothing_of_attention_are_left_alone():
     expected = model(ids(), **columns).logits
     fastattn.swap(model)
     torch.testing.assert_close(model(ids(), **columns).logits, expected)
+
+
+@pytest.mark.parametrize("distil", [False, True])
+def test_attention_of_an_informer_that_stays_keeps_its_mask(distil):
+    config = transformers.InformerConfig(
+        prediction_length=6, context_length=8, lags_sequence=[1, 2], num_time_features=1, distil=distil, d_model=32,
+        encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+    )  # fmt: skip
+    model = transformers.InformerModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    past, future = torch.randn(1, 10), torch.randn(1, 6)
+    times = {"past_time_features": torch.randn(1, 10, 1), "future_time_features": torch.randn(1, 6, 1)}
+
+    def output() -> Tensor:
+        torch.manual_seed(1)  # it samples keys
+        call = {"past_values": past, "past_observed_mask": torch.ones(1, 10), "future_values": future}
+        return model(**call, **times).last_hidden_state
+
+    expected = output()
+    fastattn.swap(model)
+    torch.testing.assert_close(output(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_to_sound_of_gemma_4_keeps_its_mask():
+    config = transformers.Gemma4AudioConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, output_proj_dims=16
+    )
+    model = transformers.Gemma4AudioModel._from_config(config, attn_implementation="eager").eval()
+    x, real = torch.randn(2, 200, 128), torch.arange(200) < torch.tensor([[200], [120]])
+    expected = model(x, attention_mask=real)
+    model.set_attn_implementation("fastattn")
+    actual = model(x, attention_mask=real)
+    of_real = expected.attention_mask
+    torch.testing.assert_close(
+        actual.last_hidden_state[of_real], expected.last_hidden_state[of_real], rtol=1e-4, atol=1e-5
+    )

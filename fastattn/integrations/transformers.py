@@ -55,8 +55,8 @@ _DECODER_ALONE_ASKS = frozenset({"bigbird_pegasus", "longt5", "pegasus_x"})
 
 _TAKE_TENSORS_ALONE = frozenset({"deepseek_v4", "gemma4_audio", "informer", "nllb-moe"})
 """Model types that need the tensor of "eager": the attention of the first writes into a mask that is a Tensor, and
-leaves every other one as it is; attention of their own cuts up that of the next two; the router of the last takes 0 for
-a real token."""
+leaves every other one as it is; that of the next two, which `swap` leaves, reshapes a float mask; the router of the
+last takes 0 for a real token."""
 
 _KEEPING_TO_ATTENTION = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", "sparse", "dense"}

@@ -423,7 +423,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         unmasked = mask is src_key_padding_mask is None and (is_causal is None or is_causal is False)
         if unmasked and cache is self.rotary is None:
             for layer in self.layers:
-                src = layer(src)
+                src = layer(src, src_mask=None, src_key_padding_mask=None, is_causal=False)  # what hooks of it look for
             return self._normed(src)
         attention = self.layers[0].self_attn
         x = _batch_first(src, attention)
@@ -748,10 +748,16 @@ def _unwrapped(layer: nn.Module) -> nn.Module:
 
 def _wants_masks_as_given(layer: nn.Module) -> bool:
     """Whether a layer computes more than those of this module, or a hook may read its masks or set others."""
-    if any(hook is not call_me for part in layer.modules() for hook in part._forward_pre_hooks.values()):
+    inner = layer if type(layer) in _OWN_LAYERS else _unwrapped(layer)
+    if "forward" in vars(inner) or not _inherits_known_forward(type(inner)):
         return True
-    layer = layer if type(layer) in _OWN_LAYERS else _unwrapped(layer)
-    return "forward" in vars(layer) or not _inherits_known_forward(type(layer))
+    given_masks = (layer, inner, *[getattr(inner, name) for name in inner._ATTENTIONS])
+    return any(_may_change_masks(hook) for part in given_masks for hook in part._forward_pre_hooks.values())
+
+
+def _may_change_masks(hook: object) -> bool:
+    """Whether a forward pre-hook is not PyTorch's own, such as those of pruning and of fully_shard."""
+    return not getattr(hook, "__module__", "").startswith("torch.")
 
 
 def _batch_first(x: Tensor, attention: MultiHeadAttention) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.modules import module as hooks_of_all
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
 from torch_samples import TORCH_MODULES, assert_same, outputs_and_gradients, samples, without_fast_path, zero_at_padding
 
 import fastattn
@@ -101,28 +102,50 @@ def test_hooks_see_the_batch_as_it_came(hooked):
     assert_same(actual, expected.masked_fill(padding[..., None], 0))
 
 
-@pytest.mark.parametrize("argument", ["src_mask", "attn_mask", "key_padding_mask"])
-def test_hooks_that_set_a_mask_leave_the_others(argument):
-    theirs = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("argument", ["layer's mask", "attn_mask", "key_padding_mask"])
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_hooks_that_set_a_mask_leave_the_others(stack, argument, padded):
+    of_stack = {"encoder": "src_mask", "decoder": "tgt_mask"}[stack]
+    name = of_stack if argument == "layer's mask" else argument
     real = torch.arange(9) < torch.tensor([[9], [5]])
-    masks = {"src_mask": WINDOW_OF_ONE, "attn_mask": WINDOW_OF_ONE, "key_padding_mask": ~real}
+    far = (torch.arange(9)[:, None] - torch.arange(9)).abs() > 1
+    if stack == "encoder":
+        theirs = nn.TransformerEncoder(layer_of(nn.TransformerEncoderLayer), 2)
+    else:
+        theirs = nn.TransformerDecoder(layer_of(nn.TransformerDecoderLayer), 2)
 
     def put(_, args, kwargs):
-        assert len(args) == (1 if argument == "src_mask" else 3)
-        assert argument in kwargs
-        return args, kwargs | {argument: masks[argument]}
+        assert name in kwargs  # and the others are by position, as in PyTorch
+        assert len(args) == (3 if name != of_stack else 1 if stack == "encoder" else 2)
+        return args, kwargs | {name: ~real if argument == "key_padding_mask" else far}
 
     for layer in theirs.layers:
-        (layer if argument == "src_mask" else layer.self_attn).register_forward_pre_hook(put, with_kwargs=True)
+        (layer if name == of_stack else layer.self_attn).register_forward_pre_hook(put, with_kwargs=True)
     ours = copy.deepcopy(theirs)
     fastattn.swap(ours)
-    x = torch.randn(2, 9, 16)
-    padding = None if argument == "key_padding_mask" else ~real
-    o, expected = (module(x, src_key_padding_mask=padding) for module in (ours, theirs))
-    torch.testing.assert_close(o[real], expected[real], rtol=1e-4, atol=1e-5)
+    x, padding = normal(2, 9, E), ~real if padded else None
+    if stack == "encoder":
+        o, expected = (module(x, src_key_padding_mask=padding) for module in (ours, theirs))
+    else:
+        o, expected = (module(x, x, tgt_key_padding_mask=padding) for module in (ours, theirs))
+    assert_same(o[real], expected[real])
 
 
-WINDOW_OF_ONE = (torch.arange(9)[:, None] - torch.arange(9)).abs() > 1
+def test_hooks_of_pytorch_leave_the_masks_of_a_stack_prepared(monkeypatch):
+    encoder, masks = TransformerEncoder(layer_of(TransformerEncoderLayer), 2), []
+    forward = TransformerEncoderLayer.forward
+
+    def look(self, src, **options):
+        masks.append(options["src_mask"])
+        return forward(self, src, **options)
+
+    monkeypatch.setattr(TransformerEncoderLayer, "forward", look)
+    for layer in encoder.layers:
+        prune.identity(layer.self_attn, "in_proj_weight")
+    encoder(normal(2, 9, E), src_key_padding_mask=torch.arange(9) >= torch.tensor([[9], [5]]))
+    assert masks
+    assert all(isinstance(mask, Mask) and mask.real_queries is not None for mask in masks)
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])

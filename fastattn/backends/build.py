@@ -142,11 +142,15 @@ class CompiledModule:
             return "a Python without the GIL has no limited C interface, which the module is written in"
         if not sys.executable:
             return "the Python of this program, which would compile it, is not known: sys.executable is empty"
+        if getattr(sys, "frozen", False) or not re.search("(?i)py|thon", os.path.basename(sys.executable)):
+            # Started to compile, it would run once more.
+            return f"sys.executable, which would compile it, is this program instead of a Python: {sys.executable}"
         include_dir = sysconfig.get_path("include")
         if not os.path.isfile(os.path.join(include_dir, "Python.h")):  # Path raises where a folder is closed to us
             return f"Python's own headers are missing: no Python.h in {include_dir} (install python3-dev)"
-        if importlib.util.find_spec("ninja") is None:
-            return "the package ninja, which torch builds with, is not installed (pip install ninja)"
+        for package in ("ninja", "setuptools"):
+            if importlib.util.find_spec(package) is None:
+                return f"the package {package}, which torch builds with, is not installed (pip install {package})"
         return None
 
     def environment(self) -> dict[str, str]:
@@ -522,7 +526,9 @@ def _is_whole(path: Path) -> bool:
 
 
 def _find(*modules: CompiledModule) -> Path | str | None:
-    """The file of the first of these modules that is built, or why the cache is not trusted, or None."""
+    """The file of the first of these modules that is built, or why none can be told from others or trusted, or None."""
+    if not source_dir().is_dir():
+        return f"the C++ sources, by which builds are told apart, were not packed with this program: no {source_dir()}"
     for module in modules:
         if path := module.built_in(_PACKAGE_DIR):
             return path
@@ -622,10 +628,10 @@ def _compile(module: CompiledModule, target: Path) -> str | None:
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.build-", dir=target.parent) as folder:
         command = [sys.executable, __file__, folder, module.backend, *module.sources]
         code, said = _run_showing_progress(command, _child_environment(module), module.sources)
-        if code != 0:
+        compiled = Path(folder, f"{module.stem}{target.suffix}")
+        if code != 0 or not compiled.is_file():
             _log(target).write_bytes(said)
             return f"{module} did not compile (the compiler's messages are in {_log(target)})"
-        compiled = Path(folder, f"{module.stem}{target.suffix}")
         compiled.chmod(0o755)  # whatever the umask
         checksum = Path(folder, "checksum")
         checksum.write_text(_checksum(compiled))

@@ -403,9 +403,11 @@ except RuntimeError as error:
     assert err == ""
 
 
-def test_missing_ninja_is_a_sentence(stand_in):
-    out, err = run(stand_in, "import sys; sys.modules['ninja'] = None; print(build.CPU.unavailable())")
-    assert out == "the package ninja, which torch builds with, is not installed (pip install ninja)"
+@pytest.mark.parametrize("package", ["ninja", "setuptools"])
+def test_a_missing_package_is_a_sentence(stand_in, package):
+    code = "import sys; from torch.utils import cpp_extension; sys.modules[{!r}] = None; print(build.CPU.unavailable())"
+    out, err = run(stand_in, code.format(package))
+    assert out == f"the package {package}, which torch builds with, is not installed (pip install {package})"
     assert err == ""
 
 
@@ -451,6 +453,31 @@ def test_a_program_that_hides_its_python_is_a_sentence(stand_in):
         "the Python of this program, which would compile it, is not known: sys.executable is empty",
         "",
     )
+
+
+@pytest.mark.parametrize(("executable", "frozen"), [("/bin/true", False), (sys.executable, True)])
+def test_a_program_is_not_started_again_to_compile(stand_in, executable, frozen):
+    """As in what PyInstaller makes, and where a program embeds Python: the child would be that program again."""
+    code = f"import sys; sys.executable = {executable!r}; sys.frozen = {frozen}; print(build.CPU.unavailable())"
+    why = f"sys.executable, which would compile it, is this program instead of a Python: {executable}"
+    assert run(stand_in, code) == (why, "")
+
+
+def test_a_child_that_leaves_no_module_did_not_compile(stand_in, tmp_path):
+    silent = tmp_path / "python"
+    silent.symlink_to("/bin/true")
+    out = run(stand_in, f"import sys; sys.executable = {str(silent)!r}; print(build.CPU.unavailable())")[0]
+    assert out.startswith("the cpu backend's module did not compile (")
+
+
+def test_without_sources_there_is_a_sentence(stand_in):
+    """As where a program was packed without the data files of packages."""
+    shutil.rmtree(stand_in / "csrc")
+    why, missing, state = run(
+        stand_in, "print(build.CPU.unavailable(), build.CPU.missing(), build.CPU.state(), sep='|')"
+    )[0].split("|")
+    said = f"the C++ sources, by which builds are told apart, were not packed with this program: no {stand_in / 'csrc'}"
+    assert why == missing == state == said
 
 
 def test_a_user_without_a_home_keeps_nothing(stand_in):

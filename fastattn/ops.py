@@ -86,7 +86,7 @@ def _of_plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[T
             return _apply_directly(q, k, v, *learned, spec, plan.backend)
         return plan.backend.forward(q, k, v, spec)
     arguments = (q, k, v, *learned, *_flatten(spec, plan.backend))
-    if _derivative_wanted(arguments[:6]):
+    if not torch.jit.is_tracing() and _derivative_wanted(arguments[:6]):  # no file keeps a Function of Python
         return _Attention.apply(*arguments)
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
 
@@ -364,7 +364,7 @@ def _weights_of_plan(
 
 
 def _attention_weights(*arguments):
-    if _derivative_wanted((*arguments[:2], *arguments[3:6])):
+    if not torch.jit.is_tracing() and _derivative_wanted((*arguments[:2], *arguments[3:6])):
         return _Weights.apply(*arguments)
     return _weights(*arguments) if _onnx_exports() else torch.ops.fastattn.weights(*arguments)
 

@@ -336,14 +336,18 @@ def test_a_trace_is_right_for_other_padding(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_trace_is_right_for_other_masks():
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_trace_is_right_for_other_masks(tmp_path, weights, gradients):
+    """Loaded from a file, and with its gradients where these were on in tracing."""
+
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+            return self.attention(x, x, x, attn_mask=mask, need_weights=weights)[int(weights)]
 
     model = Masked().eval()
     swapped = copy.deepcopy(model)
@@ -351,10 +355,18 @@ def test_a_trace_is_right_for_other_masks():
     x = torch.randn(2, 7, WIDTH)
     causal = nn.Transformer.generate_square_subsequent_mask(7)
     other = torch.randn(7, 7)
-    with torch.no_grad():
-        traced = torch.jit.trace(swapped, (x, causal))
-    for mask in (causal, other):
-        torch.testing.assert_close(traced(x, mask), model(x, mask), rtol=1e-4, atol=1e-5)
+    with torch.set_grad_enabled(gradients):
+        torch.jit.trace(swapped, (x, causal)).save(tmp_path / "traced.pt")
+        traced = torch.jit.load(tmp_path / "traced.pt")
+        for mask in (causal, other):
+            answers = [net(x, mask) for net in (traced, model)]
+            torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
+            if gradients:
+                of_weights = [
+                    torch.autograd.grad(answer.square().sum(), net.attention.in_proj_weight)
+                    for answer, net in zip(answers, (traced, model), strict=True)
+                ]
+                torch.testing.assert_close(*of_weights, rtol=1e-3, atol=1e-4)
 
 
 @every_model

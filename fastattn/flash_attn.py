@@ -1,7 +1,7 @@
 """The functions of the package flash-attn, with its arguments and defaults, computed by `attention`: on CPUs too.
 
 Layouts, arguments and meanings are those of flash-attn 2.8, which `flash_attn_func` says once for all; any head dim,
-dtype and device will do that `attention` takes. Code that imports flash_attn runs unchanged after
+dtype and device will do that `attention` takes. Code that imports these functions of flash_attn runs unchanged after
 
     sys.modules["flash_attn"] = sys.modules["flash_attn.flash_attn_interface"] = fastattn.flash_attn
 """

@@ -234,7 +234,7 @@ def _calls(function: FunctionType) -> bool:
         or (
             at.argval == _FUNCTION
             and at.opname != "LOAD_CONST"
-            and not (own if at.opname == "LOAD_GLOBAL" else before.argval in itself)
+            and not (own if at.opname == "LOAD_GLOBAL" else before.argval in (*itself, "aten"))  # torch.ops.aten's too
         )
         for part in _codes_in(code)
         for before, at in pairwise(dis.get_instructions(part))

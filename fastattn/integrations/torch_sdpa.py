@@ -104,8 +104,8 @@ def patch_sdpa() -> SDPAPatch:
     What fastattn refuses, or no fused backend takes, is left to torch as it is, and raises what torch raises. So are
     calls on tensors of a subclass (distributed; a CausalBias and jagged nested tensors are taken), calls that a
     TorchFunctionMode sees, that are traced or exported, or whose kernel `torch.nn.attention.sdpa_kernel` chooses.
-    Answers are fastattn's otherwise, with other random numbers under dropout: a backward that computes its forward again
-    (torch.utils.checkpoint) belongs in the patch too.
+    Answers are fastattn's otherwise, with other random numbers under dropout: a backward that computes its forward
+    again (torch.utils.checkpoint) belongs in the patch too.
 
     A `__torch_function__` that compares its function with `torch.nn.functional.scaled_dot_product_attention` finds them
     the same, but not in a call by a name that was imported before the patch.

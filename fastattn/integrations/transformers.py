@@ -810,8 +810,11 @@ def attention_forward(
     elif isinstance(attention_mask, Mask):
         mask, bias = attention_mask, None
         _, *made = getattr(mask, "lengths", (0, n_q, n_k))  # which copies of a mask forget
-        if made != [n_q, n_k]:  # a mask without tensors fits any
-            raise _refusal(module, f"a mask made for {made[0]} queries and {made[1]} keys came with {n_q} and {n_k}")
+        if made != [n_q, n_k]:
+            if not mask.keep(*made).all():
+                why = f"a mask made for {made[0]} queries and {made[1]} keys came with {n_q} and {n_k}"
+                raise _refusal(module, why)
+            mask = Mask()  # transformers itself makes none that hides nothing
         if mask.causal and is_causal is False and n_q > 1 and not _decides_causality(type(module)):
             raise _refusal(module, "is_causal=False came with a causal mask; set config.is_causal = False instead")
     else:

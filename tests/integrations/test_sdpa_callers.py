@@ -455,6 +455,13 @@ class OwnFunctionAttention(Heads):
     forward = types.FunctionType(ByImportedName.forward.__code__, {"scaled_dot_product_attention": by_hand})
 
 
+class OperatorAttention(Heads):
+    """It calls PyTorch's operator, which no mode for functions sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.aten.scaled_dot_product_attention(*self.split(x)).transpose(1, 2).flatten(2)
+
+
 class Processor:
     """As diffusers' are: the module holds an object, or a function, that calls torch's function."""
 
@@ -511,6 +518,7 @@ REFUSED = {
     "unknown kernel": (MemoryEfficientAttention, "MemoryEfficientAttention computes attention by code of its own"),
     "own method": (OwnMethodAttention, "OwnMethodAttention computes attention by code of its own"),
     "own function": (OwnFunctionAttention, "OwnFunctionAttention computes attention by code of its own"),
+    "operator": (OperatorAttention, "OperatorAttention computes attention by code of its own"),
     "flash": (lambda: Switched(flash=False), "with flash=False it does not call scaled_dot_product_attention"),
     "monai": (lambda: Switched(use_flash_attention=False), "with use_flash_attention=False it does not call"),
     "litgpt": (

@@ -197,6 +197,15 @@ def test_a_mask_for_other_lengths_is_refused():
         integration.attention_forward(nn.Identity(), q[None], k[None], k[None], mask)
 
 
+def test_a_mask_that_hides_nothing_fits_other_lengths():
+    """As peft's prefix tuning and guidance of encoder-decoders need: transformers itself makes no such mask."""
+    q, k = torch.randn(2, 3, 8), torch.randn(2, 7, 8)
+    bidirectional = integration.masking_utils.bidirectional_mask_function
+    mask = integration.attention_mask(1, 3, 5, 2, 0, bidirectional, torch.ones(1, 5, dtype=torch.bool))
+    o, _ = integration.attention_forward(nn.Identity(), q[None], k[None], k[None], mask)
+    torch.testing.assert_close(o[0], fastattn.attention(q[None], k[None], k[None])[0].transpose(0, 1))
+
+
 @may_fall_back
 def test_chosen_keys_are_seen_only_where_the_mask_lets_them():
     q, k, v = torch.randn(3, 2, 2, 5, 4, generator=torch.Generator().manual_seed(0))

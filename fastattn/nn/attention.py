@@ -194,9 +194,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
             TypeError, ValueError: an argument that torch does not have is malformed.
         """
+        refuse_proxy(query)
         if unknown:
             refuse_unknown(MultiHeadAttention.forward, unknown, _IN_CALLS)
-        refuse_proxy(query)
         if position_bias is not None:
             self._check_position_bias(query, position_bias, cache)
         alike = query is key and key is value

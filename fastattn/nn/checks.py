@@ -72,6 +72,7 @@ def check_ids(size: int, **ids: object) -> None:
 
 def check_dense(name: str, x: object) -> None:
     """Raises where `x` is not a Tensor, or a nested or sparse one."""
+    refuse_proxy(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
     if not is_dense(x):

@@ -24,7 +24,7 @@ from .. import blocks
 from ..spec import Mask, is_jagged
 from .attention import MultiHeadAttention, call_me
 from .cache import AttentionCache, KVCache
-from .checks import check_bools, check_dense, check_heads, check_ints, check_numbers, check_probability, refuse_proxy
+from .checks import check_bools, check_dense, check_heads, check_ints, check_numbers, check_probability
 from .masks import canonical_mask, real_tokens
 from .packing import Packing, worth_packing
 from .pages import PagedLayer, PagedStep
@@ -719,7 +719,6 @@ def _check_rotary(rotary: RotaryPositions | None, layer: nn.Module) -> None:
 
 def _check_tokens(name: str, x: object) -> None:
     """Raises where x is not what a stack takes: a dense Tensor of 2 or 3 dimensions."""
-    refuse_proxy(x)
     check_dense(name, x)
     if x.dim() not in (2, 3):
         raise AssertionError(f"{name} must have 3 dimensions, or 2 without a batch, got {list(x.shape)}")

@@ -11,7 +11,8 @@ from .. import ops
 from ..backends import made_by
 from ..blocks import Within
 from ..plan import after_autocast, drawn
-from ..spec import DropoutSeed, Mask, accumulation_dtype, empty_output
+from ..spec import DropoutSeed, Mask
+from ..validation import EVERYTHING
 from .attention import attention as over_ranks
 from .parts import refuse_by_distance
 from .plans import Plan, plan_of_key
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
     from ..api import Terms
 
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor plan, "
-    "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
-    "Tensor? dense, Tensor? seed, SymInt[] first, bool masked, bool causal, SymInt q_offset, SymInt? window_left, "
-    "SymInt? window_right, bool within, str? objection, float? scale, float? softcap, float dropout_p, "
-    "bool deterministic, str? backend, str made_by"
+    f"Tensor q, Tensor k, Tensor v, {ops._LEARNED}, Tensor plan, {ops._MASK}, SymInt[] first, bool masked, "
+    "bool within, str? objection, float? scale, float? softcap, float dropout_p, bool deterministic, str? backend, "
+    "str made_by"
 )
 torch.library.define("fastattn::over_ranks", f"({_ARGUMENTS}) -> (Tensor o, Tensor lse)")
 torch.library.define(
@@ -46,15 +45,12 @@ def attention(
     refuse_by_distance(terms["bias"])
     q, k, v = after_autocast(q, k, v)
     within = plan if isinstance(plan, Within) else Within(plan)
-    given = Mask() if mask is None else mask
-    several = isinstance(given.q_offset, Tensor)
     seed, _, first = drawn(q.device, terms["generator"]) if terms["dropout_p"] else (None, None, ())
     arguments = (
         q, k, v, terms["bias"], terms["alibi_slopes"], terms["sinks"], within.plan._key,
-        given.q_offset if several else None, given.real_keys, given.real_queries,
-        *(given.segment_ids or (None, None)), given.dense, seed, first, mask is not None, given.causal,
-        0 if several else given.q_offset, *given.window, plan is within, within.objection, terms["scale"],
-        terms["softcap"], terms["dropout_p"], terms["deterministic"], terms["backend"], made_by(q.device),
+        *ops._flat_mask(EVERYTHING if mask is None else mask, seed, None), first, mask is not None, plan is within,
+        within.objection, terms["scale"], terms["softcap"], terms["dropout_p"], terms["deterministic"],
+        terms["backend"], made_by(q.device),
     )  # fmt: skip
     return torch.ops.fastattn.over_ranks(*arguments)
 
@@ -77,19 +73,13 @@ torch.library.register_autograd("fastattn::over_ranks", _gradients, setup_contex
 
 def _call(q, k, v, bias, alibi_slopes, sinks, key, *rest) -> tuple[Tensor, Tensor]:
     """The call that the arguments of the op describe."""
-    q_offsets, real_keys, real_queries, ids_q, ids_k, dense, seed, first, masked, causal, q_offset, left, *rest = rest
-    right, within, objection, scale, softcap, dropout_p, deterministic, backend, _ = rest
-    mask = None
-    if masked:
-        mask = Mask(
-            causal, q_offset=q_offset if q_offsets is None else q_offsets, window=(left, right), real_keys=real_keys,
-            real_queries=real_queries, segment_ids=None if ids_q is None else (ids_q, ids_k), dense=dense,
-        )  # fmt: skip
+    mask, seed, _ = ops._mask_of(rest[:12])
+    first, masked, within, objection, scale, softcap, dropout_p, deterministic, backend, _ = rest[12:]
     plan, drawn = plan_of_key(key), None if seed is None else DropoutSeed(seed, first=tuple(first))
     return over_ranks(
-        q, k, v, mask, Within(plan, objection) if within else plan, scale=scale, bias=bias, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=drawn, deterministic=deterministic,
-        backend=backend,
+        q, k, v, mask if masked else None, Within(plan, objection) if within else plan, scale=scale, bias=bias,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=drawn,
+        deterministic=deterministic, backend=backend,
     )  # fmt: skip
 
 
@@ -99,9 +89,7 @@ def _forward(*arguments):
     return o, lse.contiguous()
 
 
-@torch.library.register_fake("fastattn::over_ranks")
-def _fake_forward(q, k, v, *rest):
-    return empty_output(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+torch.library.register_fake("fastattn::over_ranks", ops._fake_forward)
 
 
 @torch.library.impl("fastattn::over_ranks_backward", "CompositeExplicitAutograd")

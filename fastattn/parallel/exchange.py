@@ -110,15 +110,11 @@ class _Replicated(Function):
         return _Summed.apply(gradient, ctx.group), None
 
 
-class _Summed(Function):
+class _Summed(_Replicated):  # whose gradient is a sum too: each rank's loss counts
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
         return summed(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):  # each rank's loss counts
-        return _Summed.apply(gradient, ctx.group), None
 
 
 def replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:

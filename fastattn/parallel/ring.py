@@ -61,10 +61,10 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
         kept = need[later].any(0) if step else torch.ones(B, plan.n_k, dtype=torch.bool, device="cpu")
         return (kept & (owner == rank)).flatten().nonzero()[:, 0]
 
-    def to(**rows: Tensor) -> list[Tensor]:
-        return [rows.get(f"rank{rank}", nobody) for rank in range(ranks)]
+    def by_rank(rows: dict[int, Tensor]) -> list[Tensor]:
+        return [rows.get(rank, nobody) for rank in range(ranks)]
 
-    steps, after, before = [], f"rank{(me + 1) % ranks}", f"rank{(me - 1) % ranks}"
+    steps, after, before = [], (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks):
         of = (me - step) % ranks
         here, passed, coming = travelling(of, step), travelling(of, step + 1), travelling((of - 1) % ranks, step + 1)
@@ -83,16 +83,16 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
         onward = gradients = None
         if step + 1 < ranks:
             sent = torch.searchsorted(here, passed)
-            onward = Route.of(to(**{after: sent}), to(**{before: arriving}), len(here), len(coming), device)
+            onward = Route.of(by_rank({after: sent}), by_rank({before: arriving}), len(here), len(coming), device)
         if step:
             done = torch.isin(here, passed, invert=True).nonzero()[:, 0]
             of_mine, still = travelling(me, step), travelling(me, step + 1)
             home = of_mine[torch.isin(of_mine, still, invert=True)]
             home = len(coming) + torch.searchsorted(travelling(me, 0), home)
-            # In the last step both are the same rank, and nothing goes on.
-            sent = {after: torch.searchsorted(here, passed)} | {f"rank{of}": done}
-            placed = {before: arriving} | {f"rank{(me + step) % ranks}": home}
-            gradients = Route.of(to(**sent), to(**placed), len(here), len(coming) + n_mine, device)
+            # In the last step both are the same rank, and nothing goes on: the second one counts.
+            sent = {after: torch.searchsorted(here, passed), of: done}
+            placed = {before: arriving, (me + step) % ranks: home}
+            gradients = Route.of(by_rank(sent), by_rank(placed), len(here), len(coming) + n_mine, device)
         steps.append(_Step(blocks, onward, gradients))
     return steps
 

@@ -524,35 +524,22 @@ class Seq2SeqModel(Model):
         def begin(max_new_tokens: int) -> Generation:
             self.check_length("max_new_tokens", max_new_tokens)
             cache = KVCache(len(input_ids), 1 + max_new_tokens)
-            source = _Source(self.encode(input_ids, attention_mask), _hidden(real))
+            memory, padding = self.encode(input_ids, attention_mask), _hidden(real)
 
             def step(ids: Tensor) -> Tensor:
                 x = self._embed(ids[:, None], cache.extend(1, device=ids.device), self.tgt_embedding)
-                x = self.decoder(
-                    x, source.memory, Mask(causal=True), memory_key_padding_mask=source.padding, cache=cache
-                )
+                x = self.decoder(x, memory, Mask(causal=True), memory_key_padding_mask=padding, cache=cache)
                 return self.head(x[:, 0])
 
             def select(samples: Tensor) -> None:
+                nonlocal memory, padding
                 cache.select(samples)
-                source.select(samples)
+                memory, padding = memory[samples], None if padding is None else padding[samples]
 
             start = input_ids.new_full((len(input_ids),), decoder_start_token_id)
             return Generation(step(start), step, select)
 
         return generate(begin, self.config.padding_idx, **options)
-
-
-@dataclass
-class _Source:
-    """An encoder's output and its padding, in the order of the samples that are decoded."""
-
-    memory: Tensor
-    padding: Tensor | None
-
-    def select(self, samples: Tensor) -> None:
-        self.memory = self.memory[samples]
-        self.padding = None if self.padding is None else self.padding[samples]
 
 
 def _last_real(x: Tensor, real: Tensor) -> Tensor:

@@ -119,7 +119,8 @@ def prepare(
         chosen = by_weights = backends.select(q, k, v, spec, backend, function=of_values, training=training)
         if two:
             by_weights = backends.select(q, k, v[..., :0], spec, backend, function="weights")
-        plain, pairs = kind is not None and _is_plain(q, k, v, spec), kind is not None and not nothing_to_see(q, k)
+        plain = kind is not None and all(is_plain(x) for x in (q, k, v, *spec.tensors()))
+        pairs = kind is not None and not nothing_to_see(q, k)
         if spec.tensors() or spec.dropout_p > 0:
             spec = replace(spec, mask=EVERYTHING, bias=None, alibi_slopes=None, sinks=None)
         elif kind is not None:
@@ -189,10 +190,6 @@ def _kind_of_mask(mask: Mask) -> tuple:
         None if segment_ids is None else (_metadata(segment_ids[0]), _metadata(segment_ids[1])),
         None if mask.dense is None else _metadata(mask.dense),
     )
-
-
-def _is_plain(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
-    return all(is_plain(x) for x in (q, k, v, *spec.tensors()))
 
 
 def nothing_to_see(q: Tensor, k: Tensor) -> bool:

@@ -605,11 +605,7 @@ class _Weights(Function):
         return weights_t.to(_weights_dtype(q, form)), None
 
 
-for _function in (
-    _Attention,
-    _AttentionBackward,
-    _Weights,
-):  # apply() works it out anew in every call where it does not stand
+for _function in (_Attention, _AttentionBackward, _Weights):  # in every call apply() works it out where it is missing
     _function.forward.__signature__ = inspect.signature(_function.forward)
 
 

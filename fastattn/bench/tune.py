@@ -192,13 +192,13 @@ def time_tiles(
     return {tile: wrong.get(tile) or ms[tile] for tile in tiles}
 
 
-def times_of_all_tiles(device: torch.device, limits: Limits = Limits()) -> dict[str, dict[str, float | str]]:
+def times_of_all_tiles(device: torch.device) -> dict[str, dict[str, float | str]]:
     """`time_tiles` of all `tiles_to_try`."""
     kernels, times = tiles_to_try(device), {}
     with progress(len(kernels)) as show:
         for done, (kernel, tiles) in enumerate(kernels.items()):
             show(done, f"tiles of {kernel}")
-            times[kernel] = time_tiles(device, kernel, tiles, limits)
+            times[kernel] = time_tiles(device, kernel, tiles)
     return times
 
 
@@ -378,17 +378,15 @@ def _times(child: _Child, runs: dict[str, dict[str, object]]) -> dict[str, float
 
 def classes_of(device: torch.device, quick: bool) -> list[CallClass]:
     """The classes of calls that `fastattn tune` times: some minutes, and a few of them, a minute."""
-    return list(_classes(device, quick))
-
-
-def _classes(device: torch.device, quick: bool) -> Iterator[CallClass]:
-    for dtype in _DTYPES[:2] if quick else _DTYPES:
-        for head_dim in HEAD_DIMS[:1] if quick else HEAD_DIMS:
-            for length in (128, 1024) if quick else SHAPES[device.type]:
-                for mask in MASKS[:3] if quick else MASKS:
-                    for training in (False, True):
-                        if length > 1 or not (training or mask == "causal"):  # decoding
-                            yield CallClass(device.type, _name(dtype), head_dim, length, mask, training)
+    return [
+        CallClass(device.type, _name(dtype), head_dim, length, mask, training)
+        for dtype in (_DTYPES[:2] if quick else _DTYPES)
+        for head_dim in (HEAD_DIMS[:1] if quick else HEAD_DIMS)
+        for length in ((128, 1024) if quick else SHAPES[device.type])
+        for mask in (MASKS[:3] if quick else MASKS)
+        for training in (False, True)
+        if length > 1 or not (training or mask == "causal")  # decoding
+    ]
 
 
 def _family_in(name: str, call_class: CallClass) -> str:

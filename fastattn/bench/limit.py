@@ -236,21 +236,13 @@ def _against_ourselves() -> Iterator[Duel]:
     for timed in PASSES:
         ours, rival = (_job("L512-none", dtype, timed) for dtype in ("fp16", "bf16"))
         yield Duel(ours, _AT_LEAST_EQUAL, rival, "bf16 without native support", fp32_arithmetic=True)
-    for name, rounded_up in [
-        *((f"D{D}", {"D": _above(D, 32)}) for D in ODD_HEAD_DIMS),
-        *((f"N{N}", {"n_q": _above(N, 16)}) for N in ODD_LENGTHS),
-    ]:
+    odd = [("D", "D", D, 32) for D in ODD_HEAD_DIMS] + [("N", "n_q", N, 16) for N in ODD_LENGTHS]
+    for letter, field, size, multiple in odd:
+        padded = (size // multiple + 1) * multiple
         for timed in PASSES:
-            ours = _job(name, "fp32", timed)
-            (size,) = rounded_up.values()
-            rival_name = f"{name[0]}{size}"
-            rival = replace(ours, case=replace(ours.case, name=rival_name, **rounded_up))
+            ours, rival_name = _job(f"{letter}{size}", "fp32", timed), f"{letter}{padded}"
+            rival = replace(ours, case=replace(ours.case, name=rival_name, **{field: padded}))
             yield Duel(ours, _WITHIN_A_QUARTER, rival, rival_name)
-
-
-def _above(n: int, multiple: int) -> int:
-    """The next multiple that is larger than n."""
-    return (n // multiple + 1) * multiple
 
 
 def _job(case: str, dtype: str, timed: str) -> Job:

@@ -61,7 +61,7 @@ class Table:
 
 
 def print_table(report: Report[Row]) -> None:
-    """Writes the report to stdout: with colours and rules to a terminal, as aligned plain text third_party."""
+    """Writes the report to stdout: with colours and rules to a terminal, as aligned plain text elsewhere."""
     print_tables(report, METHOD, [_table(job, list(rows)) for job, rows in groupby(report.rows, lambda row: row.job)])
 
 

@@ -284,9 +284,8 @@ def _obeys(cls: type[PreTrainedModel]) -> bool:
     if not cls._can_set_attn_implementation() or getattr(cls.config_class, "model_type", None) in _DECODER_ALONE_ASKS:
         return False
     try:
-        return "[config._attn_implementation]" not in inspect.getsource(
-            sys.modules[cls.__module__]
-        )  # a table of its own
+        source = inspect.getsource(sys.modules[cls.__module__])
+        return "[config._attn_implementation]" not in source  # a table of its own
     except (OSError, TypeError):  # there is no source to read
         return True
 
@@ -370,7 +369,7 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
         ours = {
             _deciding_config(*entry)._attn_implementation in (IMPLEMENTATION, PACKED) for entry in attention.values()
         }
-        if options := sorted(set().union(*(_unknown_options(type(module)) for module, _ in attention.values()))):
+        if options := sorted(set().union(*(_options(type(module)) for module, _ in attention.values())) - _KNOWN):
             refused[prefix] = f"its attention has the option {', '.join(options)}, which is not supported"
             continue
         if own := sorted(name for name, (module, _) in attention.items() if has_other_forward(module)):
@@ -506,11 +505,6 @@ def _asks_for_implementation(cls: type[nn.Module]) -> bool:
         return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(cls.forward)
     except (OSError, TypeError):  # there is no source to read
         return False
-
-
-def _unknown_options(cls: type[nn.Module]) -> frozenset[str]:
-    """The options that the forward of this class hands to attention, and that `attention_forward` would refuse."""
-    return _options(cls) - _KNOWN
 
 
 @functools.cache

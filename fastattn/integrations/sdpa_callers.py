@@ -156,15 +156,14 @@ def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
         with ToFastattn():
             output = cls.forward(self, *args, **kwargs)
         known = _calls_seen.number > before or F.scaled_dot_product_attention is not TORCHS_OWN
-        if not (is_traced or known or any(map(_is_compiled, (*methods, *vars(self).values())))):
+        if not (is_traced or known or any(map(_is_compiled, (*methods.values(), *vars(self).values())))):
             warnings.warn(f"{full_name(cls)} was swapped, but ran without {_FUNCTION}", stacklevel=1)
         return output
 
-    methods = [inspect.getattr_static(cls, name) for name in dir(cls)]
+    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     # Methods that are called from outside, or once more by a checkpoint, without the forward around them.
     calling = {}
-    for name in dir(cls):
-        method = inspect.getattr_static(cls, name)
+    for name, method in methods.items():
         function = getattr(method, "__func__", method)  # of static and class methods
         if inspect.isfunction(function) and _calls(inspect.unwrap(function)):
             calling[name] = _routed(function) if function is method else type(method)(_routed(function))
@@ -263,12 +262,12 @@ def _lead_to_sdpa(package: str, starts: frozenset[object]) -> bool:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_in(constant)
-        elif isinstance(constant, tuple):  # among them the keywords of calls
-            names |= {name for name in constant if isinstance(name, str)}
+    names: set[str] = set()
+    for part in _codes_in(code):
+        names.update(part.co_names)
+        for constant in part.co_consts:
+            if isinstance(constant, tuple):  # among them the keywords of calls
+                names |= {name for name in constant if isinstance(name, str)}
     return names
 
 

@@ -80,7 +80,7 @@ def combined(within: Within, mask: Mask | None) -> Mask:
     plan, objection = within
     if objection is not None:
         raise ValueError(objection)
-    if mask is None or not isinstance(mask, Mask):
+    if not isinstance(mask, Mask):
         return plan.mask if mask is None else mask  # which is refused by name
     whole = plan.mask
     if isinstance(mask.q_offset, Tensor) or mask.q_offset != 0:

@@ -283,11 +283,7 @@ def _obeys(cls: type[PreTrainedModel]) -> bool:
     """Whether all of a model's attention looks its implementation up among those registered, as far as is known."""
     if not cls._can_set_attn_implementation() or getattr(cls.config_class, "model_type", None) in _DECODER_ALONE_ASKS:
         return False
-    try:
-        source = inspect.getsource(sys.modules[cls.__module__])
-        return "[config._attn_implementation]" not in source  # a table of its own
-    except (OSError, TypeError):  # there is no source to read
-        return True
+    return "[config._attn_implementation]" not in _source(sys.modules[cls.__module__])  # a table of its own
 
 
 _WITH_RELATIVE_BIASES = ("MT5Attention", "T5Attention", "UMT5Attention")
@@ -501,10 +497,7 @@ def _asks_for_implementation(cls: type[nn.Module]) -> bool:
     """Whether the forward of this class looks its implementation up; transformers itself finds out in the same way."""
     if class_of_forward(cls).__module__.startswith("torch."):
         return False
-    try:
-        return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(cls.forward)
-    except (OSError, TypeError):  # there is no source to read
-        return False
+    return "ALL_ATTENTION_FUNCTIONS.get_interface(" in _source(cls.forward)
 
 
 @functools.cache
@@ -528,11 +521,16 @@ _WEIGHING = ("softmax", "Softmax", "scaled_dot_product_attention", "multi_head_a
 @functools.cache
 def _weighs_by_itself(cls: type[nn.Module]) -> bool:
     """Whether this class, which does not ask for an implementation, has attention of its own in its source."""
-    try:
-        source = inspect.getsource(cls)
-    except OSError:  # there is none to read
-        return False
+    source = _source(cls)
     return any(f"{call}(" in source for call in _WEIGHING)
+
+
+def _source(x: object) -> str:
+    """The source of a class, a function or a module; "" where there is none to read."""
+    try:
+        return inspect.getsource(x)
+    except (OSError, TypeError):
+        return ""
 
 
 def attention_mask(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 import torch.nn.functional as F
@@ -88,9 +87,7 @@ class SDPAPatch:
     def __enter__(self) -> SDPAPatch:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __str__(self) -> str:

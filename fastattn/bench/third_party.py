@@ -94,14 +94,17 @@ def _openvino(inputs: Inputs) -> Compute:
     return lambda: torch.from_numpy(request.infer(arrays, share_inputs=True, share_outputs=True)[0])
 
 
-def _session(node: Any, inputs: list[Any], outputs: list[Any], opset: int) -> Any:
+def _session(operator: str, feed: dict[str, Tensor], outputs: dict[str, Tensor], **attributes: Any) -> Any:
+    """An operator of onnxruntime, for such tensors; a name that begins with a dash is that of an input left out."""
     import onnx.helper as make
     import onnxruntime
 
+    domain, opset = ("", 23) if operator == "Attention" else ("com.microsoft", 20)
+    names = ["" if name.startswith("-") else name for name in feed]
+    node = make.make_node(operator, names, list(outputs), domain=domain, **attributes)
+    values = [[_onnx_value(*x) for x in tensors.items()] for tensors in (_given(feed), outputs)]
     versions = [make.make_opsetid("", opset), make.make_opsetid("com.microsoft", 1)]
-    model = make.make_model(
-        make.make_graph([node], "attention", inputs, outputs), opset_imports=versions, ir_version=11
-    )
+    model = make.make_model(make.make_graph([node], "attention", *values), opset_imports=versions, ir_version=11)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
     options.add_session_config_entry("session.force_spinning_stop", "1")  # or its threads slow whoever is timed next
@@ -115,17 +118,15 @@ def _onnx_value(name: str, x: Tensor) -> Any:
     return make.make_tensor_value_info(name, kinds[x.dtype], list(x.shape))
 
 
-def _onnx(inputs: Inputs, operator: str, feed: dict[str, Tensor], outputs: dict[str, Tensor], **attributes: Any) -> Any:
-    """A call of an operator of onnxruntime; inputs whose name begins with a dash stand for those that are left out."""
-    import onnx.helper as make
+def _given(feed: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in feed.items() if not name.startswith("-")}
 
+
+def _onnx(inputs: Inputs, operator: str, feed: dict[str, Tensor], outputs: dict[str, Tensor], **attributes: Any) -> Any:
+    """A call of an operator as `_session` has it."""
     _only_fp32(inputs)
-    domain, opset = ("", 23) if operator == "Attention" else ("com.microsoft", 20)
-    names = ["" if name.startswith("-") else name for name in feed]
-    node = make.make_node(operator, names, list(outputs), domain=domain, **attributes)
-    given = {name: x for name, x in feed.items() if not name.startswith("-")}
-    values = [[_onnx_value(*x) for x in tensors.items()] for tensors in (given, outputs)]
-    session, arrays = _session(node, *values, opset), {name: x.numpy() for name, x in given.items()}
+    session = _session(operator, feed, outputs, **attributes)
+    arrays = {name: x.numpy() for name, x in _given(feed).items()}
     return lambda: torch.from_numpy(session.run(["o"], arrays)[0])
 
 
@@ -175,7 +176,6 @@ def onnx_decoding(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Compute:
     Args:
         q: fp32 [B, H, 1, D], k, v: fp32 [B, H_kv, n, D], contiguous. lengths: int64 [B], the newest token included.
     """
-    import onnx.helper as make
     import onnxruntime
 
     B, H, _, D = q.shape
@@ -183,10 +183,7 @@ def onnx_decoding(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Compute:
     fed = {"q": q.view(B, 1, H * D), "k": newest_k, "v": newest_v, "past_k": k, "past_v": v}
     fed |= {"last": (lengths - 1).int(), "total": lengths.max().int()}
     outputs = {"o": torch.empty(B, 1, H * D), "all_k": k, "all_v": v}  # in place of the past
-    node = make.make_node(
-        "GroupQueryAttention", list(fed), list(outputs), domain="com.microsoft", num_heads=H, kv_num_heads=k.shape[1]
-    )
-    session = _session(node, *([_onnx_value(*x) for x in tensors.items()] for tensors in (fed, outputs)), 20)
+    session = _session("GroupQueryAttention", fed, outputs, num_heads=H, kv_num_heads=k.shape[1])
     binding = session.io_binding()
     for name, x in fed.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(x.numpy()))

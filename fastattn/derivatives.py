@@ -80,13 +80,10 @@ def weights_tangents(keys: Tensor, primals: Six, tangents: Six, spec: Spec, form
         keys: of the weights, in the form "top_keys".
         primals: with None for v, like `tangents`.
     """
-    tangents = _accumulated(primals, tangents)
-
-    def tangents_of_rows(rows: slice) -> Tensor:
+    tangents, blocks = _accumulated(primals, tangents), []
+    for rows in _blocks(primals):
         s, p_t, _ = _softmax_tangents(primals, tangents, spec, rows)
-        return _formed(s.dropped(p_t), form, keys, rows)
-
-    blocks = [tangents_of_rows(rows) for rows in _blocks(primals)]
+        blocks.append(_formed(s.dropped(p_t), form, keys, rows))
     return sum(blocks) if form == "received" else torch.cat(blocks, -2)
 
 

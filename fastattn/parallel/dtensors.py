@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from ..api import Terms
 
-_SHARDED = {0: "samples", 1: "heads", 2: "tokens"}
-
 
 def attention(
     q: DTensor,
@@ -188,9 +186,9 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -
         if placement.is_shard(1) and k.dim() == 4 and (k.shape[1] % ranks or q.shape[1] % ranks):
             got = f"{q.shape[1]} and {k.shape[1]}"
             raise ValueError(f"the heads of q and k must be multiples of the {ranks} ranks that share them, got {got}")
-    for dim in (1, 2):
+    for dim, what in ((1, "heads"), (2, "tokens")):
         if sum(placement.is_shard(dim) for placement in q.placements) > 1:
-            raise ValueError(f"q must have its {_SHARDED[dim]} on one dimension of the mesh, got {q.placements}")
+            raise ValueError(f"q must have its {what} on one dimension of the mesh, got {q.placements}")
 
 
 def _of_first_rank(seed: Tensor, mesh: DeviceMesh, shards: list[int]) -> Tensor:

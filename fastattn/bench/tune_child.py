@@ -92,7 +92,8 @@ class Child:
             self._use(*tile)
         for _ in range(times):
             self.results = self._compute(backend, self.inputs, self.do, self.spec)
-        self._wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         return {}
 
     def compare(self) -> dict[str, str | None]:
@@ -136,10 +137,6 @@ class Child:
         self.run(module, _CALLS_FOR_A_LEAK)
         grown = _resident_bytes() - before
         return None if grown < _LEAK_BYTES else f"{_CALLS_FOR_A_LEAK} calls left {grown >> 20} MiB behind"
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _resident_bytes() -> int:

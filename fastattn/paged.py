@@ -98,7 +98,7 @@ def attention_paged(
 
     The backends cpu, triton and cuda read pages where they lie, in fp32, fp16 and bf16; rows of a page that are side by
     side for each head are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Others copy
-    the pages of each request first, of which a `FallbackWarning` tells.
+    the pages of each request first; where none was named, a `FallbackWarning` tells of it.
 
     Args:
         q: queries [total_q, H, D], those of a request one after the other.

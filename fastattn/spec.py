@@ -790,7 +790,7 @@ class DropoutSeed(NamedTuple):
 
     Args:
         seed: an int from -2^63 to 2^63 - 1, or an int64 scalar on the device of q.
-        places: those of `Spec`, which say more than `first`; set by calls that are shared out among processes.
+        places: for calls that fastattn shares out among processes, which say more than `first`; leave it None.
         first: which sample and which head of the whole call the first ones of this call are.
 
     Example:

@@ -41,7 +41,8 @@ class SwapReport:
     refused: by qualified name, the sentence why this one stays what it was.
     zero_at_padding: by qualified name, the class of each stack of layers whose output at padding, which means nothing,
         is 0 since this call.
-    calls: with `packed=True`, which counts as the model runs.
+    calls: with `packed=True`, counts as the model runs: `packed`, passes that computed no padding, and `unpacked`, a
+        Counter of the others by reason.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class SwapReport:
         if not (self.swapped or self.already or self.refused):
             return (
                 "nothing to swap: the model has no attention that fastattn knows. If functions of its own call "
-                "scaled_dot_product_attention, fastattn.patch_sdpa() reaches them"
+                "scaled_dot_product_attention, fastattn.patch_sdpa() may reach them"
             )
         lines = [f"swapped: {_counted(self.swapped)}"]
         if self.already:

@@ -515,6 +515,12 @@ def _decides_causality(cls: type[nn.Module]) -> bool:
     return _asks_for_implementation(cls) and "is_causal" in _options(cls)
 
 
+@while_tracing
+def _may_read(cls: type[nn.Module], option: str) -> bool:
+    """Whether eager attention of this class may read an option: not one of `generate`, say, that came along unnamed."""
+    return not _asks_for_implementation(cls) or option in _options(cls)
+
+
 _WEIGHING = ("softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
 
 
@@ -761,7 +767,7 @@ def attention_forward(
         cu_seq_lens_q: with `cu_seq_lens_k`, where packed sequences start, which the mask has already; seq_idx: which
             of them each token is in.
         cache: the paged cache of continuous batching, whose options say where the requests are; there is no mask then.
-        options: `_WITHOUT_EFFECT`, or None.
+        options: `_WITHOUT_EFFECT`, what the module does not name itself, or None.
 
     Raises:
         NotImplementedError: an option that would change the result is not known here, or tokens are on several ranks
@@ -776,6 +782,8 @@ def attention_forward(
     else:
         options["cache"] = cache
     unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
+    if not paged:
+        unknown = [name for name in unknown if name == "cache" or _may_read(type(module), name)]
     if unknown:
         raise _refusal(module, f"the option {', '.join(sorted(unknown))} is not supported")
     if not is_compiling() and "_context_parallel" in str(F.scaled_dot_product_attention.__module__):
@@ -795,7 +803,7 @@ def attention_forward(
 
     n_q, n_k = query.shape[2], key.shape[2]
     if attention_mask is None:
-        if sliding_window is not None and sliding_window < n_k:
+        if sliding_window is not None and sliding_window < n_k and is_causal is not False:  # as DiffusionGemma says
             raise _refusal(module, f"sliding_window={sliding_window} came without a mask that has it")
         causal = n_q > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
         mask, bias = Mask(causal=causal), None

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torchvision_import  # noqa: F401  first: the modules below import what it makes known
+
+# isort: split
 import sentence_cases
 import torch
 import torch_cases
-import torchvision_import  # noqa: F401
 import transformers_cases
 import vision_cases
 from model_cases import (

@@ -592,7 +592,7 @@ def test_a_model_without_known_attention_is_told_of_patch_sdpa():
 
     report = fastattn.swap(Model())
     assert report == fastattn.SwapReport()
-    assert "fastattn.patch_sdpa() reaches them" in str(report)
+    assert "fastattn.patch_sdpa() may reach them" in str(report)
     with fastattn.patch_sdpa() as patch:
         Model()(torch.randn(1, 1, 3, 4))
     assert patch.computed == 1

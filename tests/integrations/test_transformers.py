@@ -431,6 +431,21 @@ def test_options_that_change_the_result_are_refused(options, why):
         integration.attention_forward(nn.Identity(), q, q, q, **{"attention_mask": None} | options)
 
 
+def test_what_a_model_was_given_for_others_is_ignored():
+    """MusicGen's `generate` hands what it was given to its text encoder, whose eager attention does not read it."""
+    models = of("T5")
+    given = {"input_ids": ids(), "guidance_scale": 3.0, "of_the_future": torch.ones(2)}
+    encoded = [model.get_encoder()(**given).last_hidden_state for model in (models.swapped, models.eager)]
+    torch.testing.assert_close(*encoded, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_without_a_mask_is_none_where_everything_is_seen():
+    """As DiffusionGemma calls it for prompts without padding."""
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8)
+    o, _ = integration.attention_forward(nn.Identity(), q, k, k, None, sliding_window=4, is_causal=False)
+    torch.testing.assert_close(o.transpose(1, 2), fastattn.attention(q, k, k))
+
+
 def test_options_without_effect_are_ignored():
     q = torch.ones(1, 2, 3, 4)
     options = {

@@ -2,7 +2,7 @@
 
 The first sentence of a Python file is that of its docstring, of a Markdown page or a notebook that of its text, of any
 other file that of the comment it begins with, and every file must have one. A folder has the sentence of its
-`__init__.py` or else of its `README.md`. Links are those of a page beside the folders. Files are those that git tracks, or that the source distribution was made of.
+`__init__.py` or else of its `README.md`. Files are those that git tracks, or that the source distribution was made of.
 """
 
 from __future__ import annotations

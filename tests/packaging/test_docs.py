@@ -157,8 +157,9 @@ def test_the_map_has_folders_and_modules_with_their_first_sentences(tmp_path):
         "fastattn/nn/data/x.json": "{}",
     })  # fmt: skip
     assert repository_map.draw(tmp_path) == (
-        "- `csrc/`: The kernels.\n- `fastattn/`: The package.\n"
-        "    - `api.py`: What `x * y` is called by &lt; 3 \\* 4 names.\n    - `nn/`: Layers."
+        "- [`csrc/`](csrc): The kernels.\n- [`fastattn/`](fastattn): The package.\n"
+        "    - [`api.py`](fastattn/api.py): What `x * y` is called by &lt; 3 \\* 4 names.\n"
+        "    - [`nn/`](fastattn/nn): Layers."
     )
 
 

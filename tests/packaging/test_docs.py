@@ -182,7 +182,7 @@ def test_a_file_that_does_not_say_what_it_is_fails_the_map_by_its_name(tmp_path,
 def test_every_folder_of_the_repository_is_on_the_map():
     files = repository_map.tracked_files(ROOT)
     folders = {file.parts[0] for file in files if len(file.parts) > 1 and not file.parts[0].startswith(".")}
-    drawn = re.findall(r"^- `(\w+)/`", render.output_of("python -m docs.map"), re.MULTILINE)
+    drawn = re.findall(r"^- \[`(\w+)/`", render.output_of("python -m docs.map"), re.MULTILINE)
     assert set(drawn) == folders
 
 

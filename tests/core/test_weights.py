@@ -476,14 +476,15 @@ def test_opcheck(backend, form):
     torch.library.opcheck(torch.ops.fastattn.weights_backward.default, backward)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read as Linux tells it")
 @pytest.mark.parametrize("call", ["attention_received(q, k, mask)", "top_keys(q, k, mask, top_k=8)"])
 def test_memory_grows_with_the_length_not_its_square(call):
-    """A process of its own: the peak of this one may be higher already."""
+    """A process of its own: the peak of this one may be higher already, and ru_maxrss of a child begins with it."""
     program = f"""
-import resource, torch, fastattn
+import re, torch, fastattn
 from fastattn import *
 def peak_mib():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
 q, k = torch.randn(1, 1, 256, 16), torch.randn(1, 1, 256, 16)
 mask = Mask(causal=True)
 {call}  # loads what there is to load

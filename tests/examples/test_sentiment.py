@@ -4,8 +4,6 @@ import html.parser
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -318,27 +316,6 @@ def test_the_evidence_for_4000_tokens_makes_no_square_tensor():
     assert collected.raw.shape == (2, 3, n)
     assert collected.rolled.shape == (2, n)
     assert n * 24 <= largest.elements <= max(3 * n * 24, model.MAX_TOKENS * 24)  # q, k and v together; positions
-
-
-MEMORY = """
-import resource, torch
-from examples.sentiment import evidence
-from examples.sentiment.model import build
-
-classifier = build(50, d_model=24, nhead=3, num_layers=2, dim_feedforward=16)
-def peak(n):
-    evidence.collect(classifier, torch.arange(n) % 40 + 2)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-before = peak(64)
-print((peak(4000) - before) // 1024)
-"""
-
-
-def test_the_evidence_for_4000_tokens_takes_a_fraction_of_a_square_matrix():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", MEMORY], env=environment, capture_output=True, text=True, check=True)
-    square_mib = 4 * 4000**2 // 2**20
-    assert int(done.stdout) < square_mib / 2
 
 
 def even(n: int, layers: int = 2, heads: int = 1) -> Evidence:

@@ -145,9 +145,6 @@ LOOPS = {
     "accelerate": by_accelerate,
     "lightning": by_lightning,
     "trainer": by_trainer,
-    "trainer, accumulated": functools.partial(
-        by_trainer, gradient_accumulation_steps=2, per_device_train_batch_size=BATCH // 2
-    ),
     "trainer, checkpointed": checkpointed(reentrant=False),
     "trainer, checkpointed, reentrant": checkpointed(reentrant=True),
 }
@@ -257,8 +254,6 @@ SETTINGS: list[Setting] = [
     ("accelerate", llama, True, as_it_is),
     ("lightning", llama, True, as_it_is),
     ("trainer", bert, False, as_it_is),
-    ("trainer, accumulated", llama, False, as_it_is),
-    ("trainer, checkpointed", llama, False, as_it_is),
     ("trainer, checkpointed, reentrant", bert, True, as_it_is),
     ("plain", llama, False, lora),
     ("trainer, checkpointed", llama, True, lora),

@@ -111,28 +111,6 @@ def test_one_tensor_is_self_attention_with_one_mask():
     assert torch.equal(layer(x), layer([x, x, x]))
 
 
-def test_a_query_without_keys_has_the_output_of_the_bias():
-    layer = layer_of(activation=torch.tanh)
-    output = layer(inputs(FEATURES, FEATURES, FEATURES), [REAL_Q, REAL_K, None])
-    for b, i in ((1, 2), (1, 3), (2, 0), (2, 3)):  # padded queries of sample 1; sample 2 has no key
-        torch.testing.assert_close(output[b, i], layer.bo.tanh())
-    assert (output[0, 0] - layer.bo.tanh()).abs().max() > 0.01
-
-
-def test_hidden_keys_and_the_future_change_nothing():
-    layer = layer_of(history_only=True)
-    x = torch.randn(B, N_K, FEATURES)
-    mask = real([6, 4, 5], N_K)
-    output = layer(x, mask)
-    for t in range(1, N_K):
-        changed = x.clone()
-        changed[:, t:] += 1
-        assert torch.equal(layer(changed, mask)[:, :t], output[:, :t])
-    changed = x.clone()
-    changed[~mask] = 7
-    assert torch.equal(layer(changed, mask)[mask], output[mask])
-
-
 def test_initialisation_is_glorot_normal_and_biases_are_0():
     torch.manual_seed(0)
     layer = MultiHeadAttention(256, 4, query_num=64)

@@ -594,5 +594,5 @@ def prepared(
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager:
-    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    is_on = plan.autocast_dtype(device.type) is not None
     return torch.autocast(device.type, enabled=False) if is_on else nullcontext()

@@ -217,17 +217,23 @@ def _keys_of_plain_tensors(device_type: str) -> int:
         return _keys_of(torch.empty(0, device=device_type)).raw_repr()
 
 
-@while_tracing
+@while_tracing  # which torch 2.10 cannot trace
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on a kind of device, where it is on."""
+    if not _has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def after_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the arguments of scaled_dot_product_attention: all but fp64 in the autocast dtype."""
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         return tensors
-    device = tensors[0].device.type
-    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(tensors[0].device.type)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -11,6 +11,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, FrozenInstanceError, dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ class Mask:
             _check_table("q_offset", self.q_offset, _INTEGERS, (1, 2))
         elif not (isinstance(self.q_offset, torch.SymInt) or abs(self.q_offset) <= 2**61):  # kFar in csrc/mask.h
             raise ValueError(f"mask.q_offset must be an int from -2**61 to 2**61, got {self.q_offset}")
-        if self.window is not NO_WINDOW:
+        if self.window != NO_WINDOW:  # `is not` of tuples is nothing that torch 2.10 traces
             if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
                 raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
             object.__setattr__(self, "window", tuple(as_int(width) for width in self.window))
@@ -323,8 +324,9 @@ class Mask:
         for dim in (3, 2, 1, 0):
             of_pairs = torch.vmap(of_pairs, in_dims=tuple(0 if n == dim else None for n in range(4)))
         dense = torch.empty(len(b), len(h), len(i), len(j), dtype=torch.bool, device=device)
-        for rows in i.split(max(1, _PAIRS_AT_ONCE // (len(b) * len(h) * len(j)))):
-            dense[:, :, rows] = of_pairs(b, h, rows, j)
+        with _reads_of_tables():
+            for rows in i.split(max(1, _PAIRS_AT_ONCE // (len(b) * len(h) * len(j)))):
+                dense[:, :, rows] = of_pairs(b, h, rows, j)
         return cls(dense=dense)
 
     def show(
@@ -481,6 +483,15 @@ class RelativeBias:
         has_fp64 = table.device.type != "mps"
         values = embedding(index, table.mT.to(torch.float64 if has_fp64 else accumulation_dtype(table.dtype)))
         return values.mT.to(table.dtype).contiguous()[:, None]
+
+
+def _reads_of_tables() -> AbstractContextManager:
+    """The context in which torch.vmap takes `table[b, q_idx]`: of torch 2.10, which does not by itself."""
+    if torch.__version__ >= "2.11":
+        return nullcontext()
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
 
 
 _PAIRS_AT_ONCE = 2**22  # that `Mask.from_flex` evaluates: 32 MiB for each int64 that is computed of them

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..plan import autocast_dtype
 from ..spec import Mask
 from ..validation import check_mask
 
@@ -228,9 +229,9 @@ def _check_kind(name: str, mask: Tensor | None, queries: Tensor) -> None:
             f"{name} must be bool or of a floating dtype, got {mask.dtype}; True hides, so `== 0` makes it of a mask "
             "in which 1 is seen, as transformers' attention_mask"
         )
-    dtypes, device = {torch.float32: "", queries.dtype: " like the queries"}, queries.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtypes.setdefault(torch.get_autocast_dtype(device), " of autocast")
+    dtypes = {torch.float32: "", queries.dtype: " like the queries"}
+    if (of_autocast := autocast_dtype(queries.device.type)) is not None:
+        dtypes.setdefault(of_autocast, " of autocast")
     if mask.dtype not in dtypes:
         allowed = " or ".join(f"{dtype}{why}" for dtype, why in dtypes.items())
         raise RuntimeError(f"{name} must be bool or {allowed}, got {mask.dtype}")

@@ -105,7 +105,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "parallel": {"spec", "validation", "backends", "plan", "ops", "blocks", "api", "nn"},
     "paged": {"spec", "validation", "backends", "plan", "ops", "blocks", "api"},
     "sdpa": {"spec", "api"},
-    "nn": {"spec", "validation", "blocks", "api", "paged"},
+    "nn": {"spec", "validation", "plan", "blocks", "api", "paged"},
     "flash_attn": {"spec", "api", "paged", "nn.checks", "validation"},
     "integrations": {"spec", "blocks", "api", "sdpa", "nn", "backends", "backends.record"},
     "swap": {"backends", "nn", "integrations"},

@@ -161,7 +161,7 @@ def _by_torch(args: tuple, kwargs: dict) -> object:
     Calls of other threads go to torch meanwhile.
     """
     global _away
-    if not (has_torch_function((*args, *kwargs.values())) or torch._C._is_torch_function_mode_enabled()):
+    if not (has_torch_function((*args, *kwargs.values())) or _get_current_function_mode_stack()):
         return _inner(*args, **kwargs)
     if torch.compiler.is_compiling():  # which traces no lock, and one thread at a time
         standing, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _inner
@@ -213,7 +213,7 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
     tensors = [x for x in arguments if isinstance(x, Tensor) and not is_jagged(x)]
     if any(type(x) not in plain or x.is_nested for x in tensors):
         return "the tensors are nested, or of a subclass of torch.Tensor"
-    if torch._C._is_torch_function_mode_enabled() and _a_mode_may_want_it():
+    if _a_mode_may_want_it():
         return "a TorchFunctionMode sees the call first"
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return "the call is traced or exported, to run where fastattn may not be"

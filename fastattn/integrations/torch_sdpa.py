@@ -238,7 +238,10 @@ def _objection_to(call: Call) -> str | None:
 
 
 def _a_mode_may_want_it() -> bool:
-    """Whether a TorchFunctionMode is entered, but for the default device and the one that modules are swapped by."""
+    """Whether a TorchFunctionMode is entered, but for the default device and the one that modules are swapped by.
+
+    torch 2.10 traces this, and not the quicker torch._C._is_torch_function_mode_enabled.
+    """
     return any(type(mode) not in (DeviceContext, ToFastattn) for mode in _get_current_function_mode_stack())
 
 

@@ -811,7 +811,7 @@ def attention_forward(
         mask, bias = attention_mask, None
         _, *made = getattr(mask, "lengths", (0, n_q, n_k))  # which copies of a mask forget
         if made != [n_q, n_k]:
-            if not mask.keep(*made).all():
+            if mask.features() and not mask.keep(*made).all():
                 why = f"a mask made for {made[0]} queries and {made[1]} keys came with {n_q} and {n_k}"
                 raise _refusal(module, why)
             mask = Mask()  # transformers itself makes none that hides nothing

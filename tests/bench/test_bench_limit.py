@@ -5,6 +5,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,30 +16,11 @@ from fastattn.backends import build, cpu
 from fastattn.bench import cases, limit, limit_report, report, run, timing
 from fastattn.testing import Case
 
-LENGTHS = ("L128", "L512", "L2048", "L4096")
 PAD = Case("tiny-pad", "small enough for a test", B=3, H=3, n_q=20, D=8, keys="right", timed="limit")
 PAD_QUERIES = replace(PAD, name="tiny-pad-queries", queries=True)
 DROPOUT = replace(PAD, name="tiny-dropout", keys=None, dropout_p=0.3)
 
-# Four figures: L128, L512, L2048, L4096. One: all of them.
-PROMISED = {
-    "none fp32 forward": (1.6, 1.2, 1.2, 1.2),
-    "causal fp32 forward": (2.2, 2.2, 1.4, 1.25),
-    "pad fp32 forward": (1.2,),
-    "both fp32 forward": (3,),
-    "none fp32 backward": (1.4, 1.4, 1.4, 1.25),
-    "causal fp32 backward": (1.7, 1.7, 1.7, 1.25),
-    "pad fp32 backward": (2.2, 2.2, 2.2, 1.8),
-    "both fp32 backward": (3,),
-    "none bf16 forward": (2.3,),
-    "causal bf16 forward": (2.4,),
-    "pad bf16 forward": (3.8,),
-    "both bf16 forward": (5,),
-    "none bf16 backward": (1.5,),
-    "causal bf16 backward": (2,),
-    "pad bf16 backward": (2.6,),
-    "both bf16 backward": (3.9,),
-}
+RECORD = Path(__file__).parents[2] / "benchmarks/results/epyc-zen4-2-cores-limit.json"
 
 
 def tiny(case=PAD, timed="forward", target=2.0, **options):
@@ -61,64 +43,18 @@ def visible_share(case):
     return cases.visible_pairs(inputs) / (case.B * case.H * case.n_q**2)
 
 
-def test_every_figure_of_the_suite_is_there_once():
-    expected = [
-        *(f"{length}-{name} against torch" for length in LENGTHS for name in PROMISED),
-        *(f"decode {dtype} forward against torch" for dtype in ("fp32", "bf16")),
-        "L512-dropout fp32 forward+backward against torch",
-    ]
-    for timed in cases.PASSES:
-        expected += [
-            *(f"{L}-pad-queries fp32 {timed} against padded keys alone, per pair" for L in ("L512", "L2048")),
-            f"L512-none fp16 {timed} against bf16 without native support",
-            *(
-                f"D{D} fp32 {timed} against D{above}"
-                for D, above in ((40, 64), (80, 96), (96, 128), (112, 128), (200, 224))
-            ),
-            *(f"N{N} fp32 {timed} against N16" for N in (1, 3, 7, 15)),
-            *(f"N{N} fp32 {timed} against N32" for N in (17, 31)),
-            *(f"N{N} fp32 {timed} against N48" for N in (33, 47)),
-            f"N63 fp32 {timed} against N64",
-            *(f"N{N} fp32 {timed} against N80" for N in (65, 70)),
-        ]
-    assert sorted(map(str, limit.jobs())) == sorted(f"attention {name}" for name in expected)
-
-
-def test_shapes_are_the_promised_ones():
-    shapes = {duel.job.case.name: duel.job.case.shapes() for duel in limit.jobs()}
-    by_length = (8, 12, 128, 64), (4, 12, 512, 64), (1, 16, 2048, 64), (1, 8, 4096, 128)
-    for length, shape in zip(LENGTHS, by_length, strict=True):
-        assert {shapes[name] for name in shapes if name.startswith(length)} == {(shape,) * 3}
-    assert shapes["decode"] == ((8, 12, 1, 64), (8, 12, 4096, 64), (8, 12, 4096, 64))
-    for duel in limit.jobs(words="against D"):
-        assert (int(duel.job.case.name[1:]), int(duel.rival_name[1:])) == (duel.job.case.D, duel.rival.case.D)
-        assert replace(duel.rival.case, name="", D=0) == replace(duel.job.case, name="", D=0)
-    for duel in limit.jobs(words="against N"):
-        assert (duel.job.case.n_q, duel.rival.case.n_q) == (int(duel.job.case.name[1:]), int(duel.rival_name[1:]))
-        assert replace(duel.rival.case, name="", n_q=0) == replace(duel.job.case, name="", n_q=0)
-        assert duel.job.case.n_k is None
-
-
-@pytest.mark.parametrize("name", PROMISED)
-def test_targets_against_torch(name):
-    mask, dtype, timed = name.split()
-    for i, length in enumerate(LENGTHS):
-        (duel,) = limit.jobs([dtype], words=f"{length}-{mask} {timed} torch")
-        promised = PROMISED[name]
-        assert duel.target == promised[i if len(promised) > 1 else 0]
-        assert duel.over_visible_share == (name == "pad fp32 forward")
-        has_share = dtype == "fp32" and mask in ("none", "pad") and length != "L128"
-        assert duel.ceiling_share == ((0.75 if length == "L512" else 0.83) if has_share else None)
-
-
-def test_other_targets():
-    targets = {str(duel.job).removeprefix("attention "): duel.target for duel in limit.jobs()}
-    assert (targets["decode fp32 forward"], targets["decode bf16 forward"]) == (1.25, 8)
-    assert targets["L512-dropout fp32 forward+backward"] == 2.5
-    assert {targets[name] for name in targets if name[0] in "DN"} == {0.8}  # 25 % more time
-    (fp16,) = limit.jobs(["fp16"], words="forward")
-    assert (fp16.job.dtype, fp16.rival.dtype, fp16.fp32_arithmetic) == ("fp16", "bf16", True)
-    assert all(duel.per_useful_pair for duel in limit.jobs(words="pad-queries"))
+def test_lines_shapes_rivals_and_targets_are_those_that_were_measured():
+    for duel, row in zip(limit.jobs(), json.loads(RECORD.read_text())["rows"], strict=True):
+        assert report.job_as_dict(duel.job).items() <= row.items()
+        assert row["rival_job"] == (duel.rival and report.job_as_dict(duel.rival))
+        assert row["rival"] == duel.rival_name or duel.rival is None
+        assert row["ceiling_share_target"] == duel.ceiling_share
+        shown = visible_share(duel.job.case) if duel.over_visible_share else 1.0
+        assert row["target"] == pytest.approx(duel.target / shown, rel=1e-4)
+        assert duel.per_useful_pair == ("pad-queries" in str(duel))
+        assert duel.fp32_arithmetic == (duel.job.dtype == "fp16")
+        if duel.rival_name[0] in "DN":  # of another size, and nothing else
+            assert replace(duel.rival.case, name="", D=0, n_q=0) == replace(duel.job.case, name="", D=0, n_q=0)
 
 
 def test_words_and_dtypes_choose():

@@ -162,32 +162,19 @@ def transformers_case(
 
 
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 GROUPED = SIZES | TOKENS | {"num_key_value_heads": 2, "head_dim": 8}
 # All experts for every token, since which are best may turn on a rounding; and an implementation that knows fp64.
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 WINDOWED = GROUPED | {"sliding_window": 5}
 LATENT = {  # keys and values of different width
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "n_routed_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}
+    "num_key_value_heads": 4, "head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
 SEQ2SEQ = TOKENS | {"vocab_size": VOCABULARY, "d_model": 32, "decoder_start_token_id": 0}
 BART = SEQ2SEQ | {
     f"{side}_{size}": n
@@ -266,10 +253,10 @@ def with_patches(model: PreTrainedModel, real: Tensor | None) -> dict[str, objec
     return {"input_ids": tokens, "use_cache": False, **patches, **masked(real)}
 
 
-VISION = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "max_position_embeddings")} | {
-    "image_size": 8,
-    "patch_size": 4,
-}
+VISION = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "max_position_embeddings")}
+VISION |= {"image_size": 8, "patch_size": 4}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+SWIN = {"image_size": 8, "patch_size": 2, "embed_dim": 16, "num_heads": [2, 2], "window_size": 2}
 PATCHES = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4}
 PATCHES |= {"spatial_merge_size": 2, "window_size": 8, "fullatt_block_indexes": [1], "out_hidden_size": 32}
 ROTARY_3D = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
@@ -289,15 +276,11 @@ def two_towers(family: str, name: str, *needs: str) -> ModelCase:
     config = {"text_config": SIZES | TOKENS | width | {"eos_token_id": 2}, "vision_config": VISION | width}
     rows: dict[str, Rows] = {"text_model_output": given, "vision_model_output": everything}
     return transformers_case(
-        family,
-        f"{name}Model",
-        config,
-        as_image_and_text,
-        needs=needs,
+        family, f"{name}Model", config, as_image_and_text, needs=needs,
         outputs={f"{tower}.last_hidden_state": real for tower, real in rows.items()}
         | {"vision_model_output.pooler_output": everything},
         attentions={f"{tower}.attentions": real for tower, real in rows.items()},
-    )
+    )  # fmt: skip
 
 
 def images_and_text(family: str, name: str, *needs: str, **config: object) -> ModelCase:
@@ -324,28 +307,16 @@ CASES = (
     encoder("ALBERT", "Albert", embedding_size=16),
     encoder("ERNIE", "Ernie"),
     transformers_case(
-        "DistilBERT",
-        "DistilBertModel",
-        {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
-        as_encoder,
+        "DistilBERT", "DistilBertModel",
+        {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}, as_encoder,
     ),
     encoder("ModernBERT", "ModernBert", "window", local_attention=6, global_attn_every_n_layers=2),
     encoder("EuroBERT", "EuroBert", num_key_value_heads=2),
     transformers_case(
-        "EmbeddingGemma",
-        "Gemma3TextModel",
-        GROUPED | {"sliding_window": 6, "use_bidirectional_attention": True},
-        as_encoder,
-        needs=("dense",),
+        "EmbeddingGemma", "Gemma3TextModel", GROUPED | {"sliding_window": 6, "use_bidirectional_attention": True},
+        as_encoder, needs=("dense",),
     ),
-    transformers_case(
-        "GPT-2",
-        "GPT2LMHeadModel",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | TOKENS,
-        as_decoder,
-        needs=("causal",),
-        outputs=LOGITS,
-    ),
+    transformers_case("GPT-2", "GPT2LMHeadModel", GPT | TOKENS, as_decoder, needs=("causal",), outputs=LOGITS),
     decoder("GPT-NeoX", "GPTNeoX"),
     decoder("GPT-BigCode", "GPTBigCode"),
     decoder("OPT", "OPT", ffn_dim=48, word_embed_proj_dim=32, activation_function="gelu"),
@@ -369,20 +340,16 @@ CASES = (
     decoder("Cohere 2", "Cohere2", "window", sliding_window=5),
     decoder("GLM 4", "Glm4"),
     decoder(
-        "Llama 4", "Llama4", "dense", attention_chunk_size=5, no_rope_layers=[1, 0], num_local_experts=2, **EXPERTS
+        "Llama 4", "Llama4", "dense", attention_chunk_size=5, no_rope_layers=[1, 0], num_local_experts=2, **EXPERTS,
     ),
     decoder("DeepSeek-V3", "DeepseekV3", **LATENT, **EXPERTS),
     decoder("gpt-oss", "GptOss", "window", "sinks", sliding_window=5, num_local_experts=2, **EXPERTS),
     seq2seq("T5", "T5ForConditionalGeneration", T5, "relative_bias"),
     seq2seq("mT5", "MT5ForConditionalGeneration", T5, "relative_bias"),
     transformers_case(
-        "T5Gemma",
-        "T5GemmaForConditionalGeneration",
+        "T5Gemma", "T5GemmaForConditionalGeneration",
         {"vocab_size": VOCABULARY, "encoder": WINDOWED, "decoder": WINDOWED | {"cross_attention_hidden_size": 32}},
-        as_seq2seq,
-        needs=("causal", "window", "softcap"),
-        outputs={"logits": mirrored},
-        attentions=SEQ2SEQ_ATTENTIONS,
+        as_seq2seq, needs=("causal", "window", "softcap"), outputs={"logits": mirrored}, attentions=SEQ2SEQ_ATTENTIONS,
     ),
     seq2seq("BART", "BartForConditionalGeneration", BART),
     seq2seq("mBART", "MBartModel", BART),
@@ -393,12 +360,7 @@ CASES = (
     vision("DeiT", "DeiT"),
     vision("BEiT", "Beit", "bias", use_relative_position_bias=True),
     transformers_case(
-        "Swin",
-        "SwinModel",
-        {"image_size": 8, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2},
-        as_vision,
-        needs=("bias",),
-        paddings=("none",),
+        "Swin", "SwinModel", SWIN | {"depths": [1, 2]}, as_vision, needs=("bias",), paddings=("none",)
     ),
     vision("DINOv2", "Dinov2"),
     vision("DINOv2 with registers", "Dinov2WithRegisters"),
@@ -406,63 +368,36 @@ CASES = (
     two_towers("CLIP", "CLIP", "causal"),
     two_towers("SigLIP", "Siglip"),
     images_and_text(
-        "LLaVA",
-        "Llava",
-        "causal",
-        vision_config=VISION | {"model_type": "clip_vision_model"},
-        vision_feature_layer=-1,
+        "LLaVA", "Llava", "causal", vision_config=VISION | {"model_type": "clip_vision_model"}, vision_feature_layer=-1
     ),
     images_and_text(
         "PaliGemma", "PaliGemma", "dense", text_config=GROUPED | {"model_type": "gemma"}, projection_dim=32
     ),
     images_and_text(
-        "Gemma 3 with images",
-        "Gemma3",
-        "dense",
-        text_config=GROUPED | {"sliding_window": 5},
-        mm_tokens_per_image=4,
+        "Gemma 3 with images", "Gemma3", "dense", text_config=GROUPED | {"sliding_window": 5}, mm_tokens_per_image=4
     ),
     transformers_case(
-        "Qwen2.5-VL",
-        "Qwen2_5_VLModel",
+        "Qwen2.5-VL", "Qwen2_5_VLModel",
         {"text_config": GROUPED | ROTARY_3D, "vision_config": PATCHES, "image_token_id": IMAGE_TOKEN},
-        with_patches,
-        needs=("causal",),
+        with_patches, needs=("causal",),
     ),
     transformers_case(
-        "Whisper",
-        "WhisperModel",
+        "Whisper", "WhisperModel",
         BART | {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 64},
-        as_seq2seq_of("input_features", lambda model: random_like(model, 3, 4, 16)),
-        needs=("causal",),
-        outputs=HIDDEN,
+        as_seq2seq_of("input_features", lambda model: random_like(model, 3, 4, 16)), needs=("causal",),
         attentions={"encoder_attentions": everything, "decoder_attentions": given, "cross_attentions": given},
     ),
     speech("Wav2Vec2", "Wav2Vec2"),
     speech("HuBERT", "Hubert"),
-)
+)  # fmt: skip
 
 
 GEMMA_4 = decoder(  # its scores have no scale, so that bf16 is far off with whatever attention
-    "Gemma 4",
-    "Gemma4",
-    "window",
-    num_hidden_layers=4,
-    num_kv_shared_layers=2,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-    sliding_window=5,
-    global_head_dim=8,
-    hidden_size_per_layer_input=8,
-)
+    "Gemma 4", "Gemma4", "window", num_hidden_layers=4, num_kv_shared_layers=2, sliding_window=5, global_head_dim=8,
+    layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=8,
+)  # fmt: skip
 DEEPSEEK_V3_2 = decoder(  # which keys its indexer chooses turns on a rounding, in bf16
-    "DeepSeek-V3.2",
-    "DeepseekV32",
-    "dense",
-    index_topk=4,
-    index_n_heads=2,
-    index_head_dim=8,
-    **LATENT,
-    **EXPERTS,
+    "DeepSeek-V3.2", "DeepseekV32", "dense", index_topk=4, index_n_heads=2, index_head_dim=8, **LATENT, **EXPERTS
 )
 QWEN_2_MOE = decoder(
     "Qwen2-MoE", "Qwen2Moe", num_experts=2, moe_intermediate_size=16, shared_expert_intermediate_size=16, **EXPERTS
@@ -510,66 +445,34 @@ REFUSED = (
     with_own_attention("MPNet", "MPNetModel", SIZES, whole("MPNetModel")),
     with_own_attention("Longformer", "LongformerModel", SIZES | {"attention_window": 4}, whole("LongformerModel")),
     with_own_attention(
-        "XLNet",
-        "XLNetModel",
-        {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
+        "XLNet", "XLNetModel", {"vocab_size": VOCABULARY, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
         whole("XLNetModel"),
     ),
     with_own_attention(
-        "BLOOM",
-        "BloomModel",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "BLOOM", "BloomModel", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
         whole("BloomModel"),
     ),
     with_own_attention("Falcon", "FalconModel", SIZES, whole("FalconModel"), inputs=as_decoder),
-    with_own_attention(
-        "GPT-J",
-        "GPTJModel",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64},
-        whole("GPTJModel"),
-        inputs=as_decoder,
+    with_own_attention("GPT-J", "GPTJModel", GPT | {"rotary_dim": 8}, whole("GPTJModel"), inputs=as_decoder),
+    with_own_attention("Swin v2", "Swinv2Model", SWIN | {"depths": [1, 1]}, whole("Swinv2Model"), inputs=as_vision),
+    *(
+        with_own_attention(
+            family, f"{name}Model", config, parts(own, *(f"encoder.{where.format(i)}" for i in range(2))),
+            inputs=as_seq2seq, rows=mirrored, swapped=(swapped,),
+        )
+        for family, name, config, own, where, swapped in (
+            ("LongT5", "LongT5", T5 | {"local_radius": 3}, "LongT5LocalAttention",
+             "block.{}.layer.0.LocalSelfAttention", "LongT5Attention"),
+            ("BigBird-Pegasus", "BigBirdPegasus", BART | {"attention_type": "original_full"},
+             "BigBirdPegasusSelfAttention", "layers.{}.self_attn.self", "BigBirdPegasusDecoderAttention"),
+            ("Pegasus-X", "PegasusX", BART | {"block_size": 4, "num_global_tokens": 2},
+             "PegasusXGlobalLocalAttention", "layers.{}.self_attn", "PegasusXAttention"),
+        )
     ),
     with_own_attention(
-        "Swin v2",
-        "Swinv2Model",
-        {"image_size": 8, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
-        whole("Swinv2Model"),
-        inputs=as_vision,
-    ),
-    with_own_attention(
-        "LongT5",
-        "LongT5Model",
-        T5 | {"local_radius": 3},
-        parts("LongT5LocalAttention", *(f"encoder.block.{i}.layer.0.LocalSelfAttention" for i in range(2))),
-        inputs=as_seq2seq,
-        rows=mirrored,
-        swapped=("LongT5Attention",),
-    ),
-    with_own_attention(
-        "BigBird-Pegasus",
-        "BigBirdPegasusModel",
-        BART | {"attention_type": "original_full"},
-        parts("BigBirdPegasusSelfAttention", *(f"encoder.layers.{i}.self_attn.self" for i in range(2))),
-        inputs=as_seq2seq,
-        rows=mirrored,
-        swapped=("BigBirdPegasusDecoderAttention",),
-    ),
-    with_own_attention(
-        "Pegasus-X",
-        "PegasusXModel",
-        BART | {"block_size": 4, "num_global_tokens": 2},
-        parts("PegasusXGlobalLocalAttention", *(f"encoder.layers.{i}.self_attn" for i in range(2))),
-        inputs=as_seq2seq,
-        rows=mirrored,
-        swapped=("PegasusXAttention",),
-    ),
-    with_own_attention(
-        "GIT",
-        "GitModel",
-        SIZES | TOKENS | {"vision_config": VISION},
-        parts("GitSelfAttention", *(f"encoder.layer.{i}.attention.self" for i in range(2))),
-        inputs=as_image_and_text,
+        "GIT", "GitModel", SIZES | TOKENS | {"vision_config": VISION},
+        parts("GitSelfAttention", *(f"encoder.layer.{i}.attention.self" for i in range(2))), inputs=as_image_and_text,
         rows=lambda real: nn.functional.pad(real, (5, 0), value=True),  # patches, and what stands for the whole image
         swapped=("GitVisionAttention",),
     ),
-)
+)  # fmt: skip

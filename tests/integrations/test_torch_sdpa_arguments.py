@@ -312,77 +312,62 @@ def distributed(attend: Callable) -> Tensor:
 
 COMPUTED, LEFT = "computed by fastattn", "left to torch"
 COMPUTES, REFUSES, AS_TORCH = "computes", "refuses by name", "raises as torch does"
-TENSORS = {  # the call; who computes it under the patch; what fastattn's own function does
-    "torch.Tensor": (three(), COMPUTED, COMPUTES),
-    "Parameter": (three(nn.Parameter), COMPUTED, COMPUTES),
-    "Buffer": (three(nn.Buffer), COMPUTED, COMPUTES),
-    "in inference mode": (inferred, COMPUTED, COMPUTES),
-    "negative bit": (three(lambda x: torch.complex(x, x).conj().imag), COMPUTED, COMPUTES),
-    "expanded": (three(lambda x: x[:, :1].expand(2, 4, 6, 8)), COMPUTED, COMPUTES),
-    "functionalised": (torch.func.functionalize(three()), COMPUTED, COMPUTES),
-    "vmap": (lambda attend: torch.vmap(attend)(*(random(3, 2, 4, 6, 8) for _ in range(3))), COMPUTED, COMPUTES),
-    "vmap of a mask": (
-        lambda attend: torch.vmap(partial(attend, random(), random(), random()))(random(3, 6, 6)),
-        COMPUTED,
-        COMPUTES,
-    ),
-    "grad": (lambda attend: torch.func.grad(lambda q: attend(q, q, q).square().sum())(random()), COMPUTED, COMPUTES),
-    "grad of vmap": (
-        lambda attend: torch.vmap(torch.func.grad(lambda q: attend(q, q, q).square().sum()))(random()),
-        COMPUTED,
-        COMPUTES,
-    ),
-    "causal_upper_left": (
-        lambda attend: attend(random(2, 4, 6, 8), random(2, 4, 9, 8), random(2, 4, 9, 8), causal_upper_left(6, 9)),
-        COMPUTED,
-        COMPUTES,
-    ),
-    "causal_lower_right": (
-        lambda attend: attend(random(2, 4, 6, 8), random(2, 4, 9, 8), random(2, 4, 9, 8), causal_lower_right(6, 9)),
-        COMPUTED,
-        COMPUTES,
-    ),
-    "subclass": (three(lambda x: x.as_subclass(Plain)), LEFT, COMPUTES),
-    "subclass without __torch_function__": (three(lambda x: x.as_subclass(Switched)), LEFT, COMPUTES),
-    "wrapper subclass": (three(lambda x: TwoTensor(x, 2 * x)), LEFT, COMPUTES),
-    "wrapper subclass for a mask": (
-        lambda attend: three()(partial(attend, attn_mask=TwoTensor(random(6, 6), random(6, 6) + 1))),
-        LEFT,
-        COMPUTES,
-    ),
-    "fake": (partial(fake, inside=True), LEFT, COMPUTES),
-    "fake, outside of its mode": (partial(fake, inside=False), LEFT, COMPUTES),
-    "functional": (partial(functional, inside=True), LEFT, COMPUTES),
-    "meta": (three(lambda x: x.to("meta")), LEFT, COMPUTES),
-    "nested, strided": (partial(nested, torch.strided), LEFT, REFUSES),
-    "nested, jagged": (partial(nested, torch.jagged), COMPUTED, COMPUTES),
-    "nested, jagged, all one": (of_one_nested, COMPUTED, COMPUTES),
-    "nested, jagged, with a mask": (
-        lambda attend: of_one_nested(partial(attend, attn_mask=torch.zeros(5, 5))),
-        LEFT,
-        REFUSES,
-    ),
-    "DTensor": (distributed, LEFT, REFUSES),
-    "MaskedTensor": (three(lambda x: masked_tensor(x, x > 0)), LEFT, AS_TORCH),
-    "functional, outside of its mode": (partial(functional, inside=False), LEFT, AS_TORCH),
-    "CausalBias for a query": (
-        lambda attend: attend(causal_upper_left(6, 8), random(6, 8), random(6, 8)),
-        LEFT,
-        REFUSES,
-    ),
-    "sparse": (three(Tensor.to_sparse), LEFT, REFUSES),
-    "sparse mask": (lambda attend: three()(partial(attend, attn_mask=random(6, 6).to_sparse())), LEFT, REFUSES),
-    "compressed sparse rows": (three(Tensor.to_sparse_csr, lambda: random(6, 6)), LEFT, REFUSES),
-    "mkldnn": (three(Tensor.to_mkldnn), LEFT, REFUSES),
-    "quantised": (three(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), LEFT, REFUSES),
-    "complex": (three(lambda x: torch.complex(x, x)), LEFT, REFUSES),
-    "conjugate bit": (three(lambda x: torch.complex(x, x).conj()), LEFT, REFUSES),
-    "int64": (three(Tensor.long), LEFT, REFUSES),
-    "bool": (three(lambda x: x > 0), LEFT, REFUSES),
-    "an array of NumPy": (three(Tensor.numpy), LEFT, REFUSES),
-    "a list for a mask": (lambda attend: three()(partial(attend, attn_mask=[[True]])), LEFT, REFUSES),
-    "nothing": (lambda attend: attend(None, random(), random()), LEFT, REFUSES),
+TENSORS = {  # who computes it under the patch, and what fastattn's own function does: the calls
+    (COMPUTED, COMPUTES): {
+        "torch.Tensor": three(),
+        "Parameter": three(nn.Parameter),
+        "Buffer": three(nn.Buffer),
+        "in inference mode": inferred,
+        "negative bit": three(lambda x: torch.complex(x, x).conj().imag),
+        "expanded": three(lambda x: x[:, :1].expand(2, 4, 6, 8)),
+        "functionalised": torch.func.functionalize(three()),
+        "vmap": lambda attend: torch.vmap(attend)(*(random(3, 2, 4, 6, 8) for _ in range(3))),
+        "vmap of a mask": lambda attend: torch.vmap(partial(attend, random(), random(), random()))(random(3, 6, 6)),
+        "grad": lambda attend: torch.func.grad(lambda q: attend(q, q, q).square().sum())(random()),
+        "grad of vmap": lambda attend: torch.vmap(torch.func.grad(lambda q: attend(q, q, q).square().sum()))(random()),
+        **{
+            make.__name__: partial(lambda make, attend: attend(random(), *[random(2, 4, 9, 8)] * 2, make(6, 9)), make)
+            for make in (causal_upper_left, causal_lower_right)
+        },
+        "nested, jagged": partial(nested, torch.jagged),
+        "nested, jagged, all one": of_one_nested,
+    },
+    (LEFT, COMPUTES): {
+        "subclass": three(lambda x: x.as_subclass(Plain)),
+        "subclass without __torch_function__": three(lambda x: x.as_subclass(Switched)),
+        "wrapper subclass": three(lambda x: TwoTensor(x, 2 * x)),
+        "wrapper subclass for a mask": lambda attend: three()(
+            partial(attend, attn_mask=TwoTensor(random(6, 6), random(6, 6) + 1))
+        ),
+        "fake": partial(fake, inside=True),
+        "fake, outside of its mode": partial(fake, inside=False),
+        "functional": partial(functional, inside=True),
+        "meta": three(lambda x: x.to("meta")),
+    },
+    (LEFT, REFUSES): {
+        "nested, strided": partial(nested, torch.strided),
+        "nested, jagged, with a mask": lambda attend: of_one_nested(partial(attend, attn_mask=torch.zeros(5, 5))),
+        "DTensor": distributed,
+        "CausalBias for a query": lambda attend: attend(causal_upper_left(6, 8), random(6, 8), random(6, 8)),
+        "sparse": three(Tensor.to_sparse),
+        "sparse mask": lambda attend: three()(partial(attend, attn_mask=random(6, 6).to_sparse())),
+        "compressed sparse rows": three(Tensor.to_sparse_csr, lambda: random(6, 6)),
+        "mkldnn": three(Tensor.to_mkldnn),
+        "quantised": three(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+        "complex": three(lambda x: torch.complex(x, x)),
+        "conjugate bit": three(lambda x: torch.complex(x, x).conj()),
+        "int64": three(Tensor.long),
+        "bool": three(lambda x: x > 0),
+        "an array of NumPy": three(Tensor.numpy),
+        "a list for a mask": lambda attend: three()(partial(attend, attn_mask=[[True]])),
+        "nothing": lambda attend: attend(None, random(), random()),
+    },
+    (LEFT, AS_TORCH): {
+        "MaskedTensor": three(lambda x: masked_tensor(x, x > 0)),
+        "functional, outside of its mode": partial(functional, inside=False),
+    },
 }
+KINDS = {kind: (call, *ends) for ends, calls in TENSORS.items() for kind, call in calls.items()}
 
 
 def parts(x: object) -> list[object]:
@@ -401,9 +386,9 @@ def parts(x: object) -> list[object]:
 @pytest.mark.filterwarnings(
     "ignore::fastattn.FallbackWarning", "ignore:The PyTorch API of (nested tensors|MaskedTensors)", "ignore:Sparse"
 )
-@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_type_of_tensor(kind):
-    attend, who, own = TENSORS[kind]
+    attend, who, own = KINDS[kind]
     expected = outcome(attend, (TORCHS_OWN,), {})
     with fastattn.patch_sdpa() as patch:
         actual = outcome(attend, (F.scaled_dot_product_attention,), {})

@@ -157,49 +157,27 @@ def of_modules(group: dist.ProcessGroup, kind: str, what: str, product: bool = F
     y, hidden_y = torch.randn(B, n, 16), None if source_mask.real_keys is None else ~source_mask.real_keys
     shard = lambda x, of=plan: None if x is None else of.shard(x, 1)  # noqa: E731
     sizes = {"dim_feedforward": 24, "dropout": 0.0, "batch_first": True}
+    package = nn if "torch" in kind else fastattn.nn
+    rotary = {} if package is nn else {"rotary": fastattn.nn.RotaryPositions(4)}
+    whole: dict[str, object] = {}  # what is said to one process beside padding
 
     if kind.endswith("encoder"):
-        cls = torch.nn if kind == "torch encoder" else fastattn.nn
-        rotary = {} if cls is torch.nn else {"rotary": fastattn.nn.RotaryPositions(4)}
-        model = cls.TransformerEncoder(cls.TransformerEncoderLayer(16, 4, **sizes), 2, **rotary)
-        whole = mask if what in ("documents", "window") else None
-        if cls is torch.nn:
-            fastattn.swap(model)
+        model, source = package.TransformerEncoder(package.TransformerEncoderLayer(16, 4, **sizes), 2, **rotary), None
+        whole = {"mask": mask if what in ("documents", "window") else None}
 
-        def alone() -> Tensor:
-            return _weighted(model(x, whole, hidden) * real)
-
-        def mine() -> Tensor:
-            with context_parallel(plan):
-                return _weighted(model(shard(x), src_key_padding_mask=shard(hidden)) * shard(real))
+        def call(shard: Callable, **masks: object) -> Tensor:
+            return model(shard(x), src_key_padding_mask=shard(hidden), **masks)
 
     elif kind.endswith("transformer"):
-        cls = torch.nn if kind == "torch transformer" else fastattn.nn
-        rotary = {} if cls is torch.nn else {"rotary": fastattn.nn.RotaryPositions(4)}
-        model = cls.Transformer(16, 4, 1, 2, **sizes, **rotary)
-        if cls is torch.nn:
-            fastattn.swap(model)
-        causal = nn.Transformer.generate_square_subsequent_mask(N)
-        cross = None
+        model = package.Transformer(16, 4, 1, 2, **sizes, **rotary)
+        whole = {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(N)}
         if what == "documents":
-            causal, cross = mask, Mask(segment_ids=(mask.segment_ids[0], source_mask.segment_ids[1]))
+            cross = Mask(segment_ids=(mask.segment_ids[0], source_mask.segment_ids[1]))
+            whole = {"src_mask": source_mask, "tgt_mask": mask, "memory_mask": cross}
 
-        def alone() -> Tensor:
-            return _weighted(
-                model(
-                    y, x, None if cross is None else source_mask, causal, cross, src_key_padding_mask=hidden_y,
-                    memory_key_padding_mask=hidden_y, tgt_key_padding_mask=hidden,
-                ) * real
-            )  # fmt: skip
-
-        def mine() -> Tensor:
-            with context_parallel(plan, source=source):
-                padding = shard(hidden_y, source)
-                o = model(
-                    shard(y, source), shard(x), src_key_padding_mask=padding, memory_key_padding_mask=padding,
-                    tgt_key_padding_mask=shard(hidden),
-                )  # fmt: skip
-                return _weighted(o * shard(real))
+        def call(shard: Callable, **masks: object) -> Tensor:
+            padding = dict.fromkeys(("src_key_padding_mask", "memory_key_padding_mask"), shard(hidden_y, source))
+            return model(shard(y, source), shard(x), **padding, tgt_key_padding_mask=shard(hidden), **masks)
 
     else:
         positions = {"language rotary": "rotary", "language learned": "learned"}.get(kind, "sinusoidal")
@@ -209,24 +187,20 @@ def of_modules(group: dist.ProcessGroup, kind: str, what: str, product: bool = F
         ids = torch.randint(1, 30, (B, N)) * real[..., 0].long()
         if kind == "seq2seq":
             model, of_y = fastattn.nn.Seq2SeqModel(config), torch.randint(1, 30, (B, n)) * ~hidden_y
-
-            def logits(ids: Tensor, of_y: Tensor) -> Tensor:
-                return model(of_y, ids)
-
         else:
-            model, of_y = fastattn.nn.LanguageModel(config), None
+            model, source = fastattn.nn.LanguageModel(config), None
 
-            def logits(ids: Tensor, of_y: Tensor | None) -> Tensor:
-                return model(ids)
+        def call(shard: Callable) -> Tensor:
+            return model(*([shard(of_y, source)] if source else []), shard(ids))
 
-        def alone() -> Tensor:
-            return _weighted(logits(ids, of_y) * real)
+    if package is nn:
+        fastattn.swap(model)
 
-        def mine() -> Tensor:
-            with context_parallel(plan, source=source if kind == "seq2seq" else None):
-                return _weighted(logits(shard(ids), shard(of_y, source)) * shard(real))
+    def mine() -> Tensor:
+        with context_parallel(plan, source=source):
+            return _weighted(call(shard) * shard(real))
 
-    return compared(group, model, alone, mine)
+    return compared(group, model, lambda: _weighted(call(lambda x, _=None: x, **whole) * real), mine)
 
 
 def checkpointed(group: dist.ProcessGroup, use_reentrant: bool) -> dict[str, Tensor]:
@@ -266,42 +240,38 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
     mask = Mask(True) & Mask.from_lengths(LENGTHS, N, of="both")
     plan = make_plan(mask, N, group, layout="zigzag")
     x = torch.randn(2, len(plan.positions()), 16)
-    attention = fastattn.nn.MultiHeadAttention(16, 4, batch_first=True)
+    n, q = x.shape[1], torch.randn(2, 4, x.shape[1], 4)
+    attention, cache = fastattn.nn.MultiHeadAttention(16, 4, batch_first=True), fastattn.nn.KVCache(2, N)
+    cache.extend(n)
+    padding, documents = ~plan.shard(mask.real_keys, 1), plan.shard(torch.arange(N).expand(2, -1) // 9, 1)
+    padding[0, 0] |= last
+
+    def attend(attn_mask: Tensor | Mask | None = None, **options: object) -> None:
+        attention(x, x, x, need_weights=False, attn_mask=attn_mask, **options)
+
+    @torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    def call_sdpa() -> None:
+        with fastattn.patch_sdpa():
+            F.scaled_dot_product_attention(q, q, q)
+
+    calls = {
+        "weights": lambda: attention(x, x, x),
+        "other tokens": lambda: attention(x, x.clone(), x, need_weights=False),
+        "more keys": lambda: fastattn.attention(q, *2 * [torch.cat([q, q], 2)]),
+        "local dense": lambda: attend(torch.rand(n, n) < 0.5),
+        "local padding": lambda: attend(key_padding_mask=padding),
+        "local documents": lambda: attend(Mask(segment_ids=(documents, documents))),
+        "offset": lambda: attend(Mask(True, q_offset=3)),
+        "cache": lambda: attend(Mask(True), cache=cache.layer(0)),
+        "classifier": lambda: fastattn.nn.SequenceClassifier(fastattn.nn.TransformerConfig(30, 16, 4, 1), 2)(
+            torch.ones(2, n, dtype=torch.int64)
+        ),
+        "sdpa": call_sdpa,
+    }
 
     def call() -> None:
         with context_parallel(plan):
-            if what.startswith("hf "):
-                _refused_hugging_face(plan, what[3:])
-            elif what == "weights":
-                attention(x, x, x)
-            elif what == "other tokens":
-                attention(x, x.clone(), x, need_weights=False)
-            elif what == "more keys":
-                q = torch.randn(2, 4, x.shape[1], 4)
-                fastattn.attention(q, *2 * [torch.cat([q, q], 2)])
-            elif what == "local dense":
-                table = torch.rand(x.shape[1], x.shape[1]) < 0.5
-                attention(x, x, x, need_weights=False, attn_mask=table)
-            elif what == "local padding":
-                padding = ~plan.shard(mask.real_keys, 1)
-                padding[0, 0] |= last
-                attention(x, x, x, need_weights=False, key_padding_mask=padding)
-            elif what == "local documents":
-                ids = plan.shard(torch.arange(N).expand(2, -1) // 9, 1)
-                attention(x, x, x, need_weights=False, attn_mask=Mask(segment_ids=(ids, ids)))
-            elif what == "offset":
-                attention(x, x, x, need_weights=False, attn_mask=Mask(True, q_offset=3))
-            elif what == "cache":
-                cache = fastattn.nn.KVCache(2, N)
-                cache.extend(x.shape[1])
-                attention(x, x, x, need_weights=False, attn_mask=Mask(True), cache=cache.layer(0))
-            elif what == "classifier":
-                config = fastattn.nn.TransformerConfig(30, 16, 4, 1)
-                fastattn.nn.SequenceClassifier(config, 2)(torch.ones(2, x.shape[1], dtype=torch.int64))
-            elif what == "sdpa":
-                q = torch.randn(2, 4, x.shape[1], 4)
-                with fastattn.patch_sdpa(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-                    F.scaled_dot_product_attention(q, q, q)
+            calls[what]() if what in calls else _refused_hugging_face(plan, what.removeprefix("hf "))
 
     message = error_of(call)
     assert fastattn.blocks.ENTERED == []

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
-import transformers
 import transformers_cases
 from decoder_cases import text_of, tokenizer_of_letters
 from torch import Tensor, nn
@@ -35,29 +33,22 @@ T5, BART = ({**sizes, "decoder_start_token_id": 1} for sizes in (transformers_ca
 MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**TOKENS, vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "gpt2": ("GPT2LMHeadModel", transformers_cases.GPT | TOKENS | {"n_positions": 256}),
+    "llama": ("LlamaForCausalLM", SIZES),
+    "mistral": ("MistralForCausalLM", SIZES | {"sliding_window": WINDOW}),
+    "qwen3": ("Qwen3ForCausalLM", SIZES),
+    "gemma2": (
+        "Gemma2ForCausalLM", SIZES | MIXED_LAYERS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": None}
     ),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=WINDOW)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(
-            **SIZES, **MIXED_LAYERS, attn_logit_softcapping=2.0, final_logit_softcapping=None
-        )
-    ),
-    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIZES, **MIXED_LAYERS)),
-    "gpt-oss": lambda: transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, **MIXED_LAYERS, **EXPERTS)),
-    "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
-    "bart": lambda: transformers.BartForConditionalGeneration(
-        transformers.BartConfig(**BART, max_position_embeddings=256)
-    ),
-    "whisper": lambda: transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(
-            **BART, num_mel_bins=8, max_source_positions=L, max_target_positions=256,
-            suppress_tokens=None, begin_suppress_tokens=None,
-        )
+    "gemma3": ("Gemma3ForCausalLM", SIZES | MIXED_LAYERS),
+    "gpt-oss": ("GptOssForCausalLM", SIZES | MIXED_LAYERS | EXPERTS),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "bart": ("BartForConditionalGeneration", BART | {"max_position_embeddings": 256}),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        BART | {"num_mel_bins": 8, "max_source_positions": L, "max_target_positions": 256}
+        | {"suppress_tokens": None, "begin_suppress_tokens": None},
     ),
 }  # fmt: skip
 
@@ -65,7 +56,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 @functools.cache
 def eager_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model = transformers_cases.made(*MODELS[name]).eval()
     for parameter in model.parameters():  # so that attention is far from uniform, and logits from each other
         nn.init.normal_(parameter, std=0.2)
     model.set_attn_implementation("eager")
@@ -154,8 +145,7 @@ def test_greedy(name, cache, served):
     actual = generate(swapped_model(name), prompt(name), cache_implementation=cache)
     assert actual.sequences.shape[1] >= NEW
     assert torch.equal(actual.sequences, eager.sequences)
-    error = compare("logits", logits(actual), logits(eager), logits(right))
-    assert error.right, str(error)
+    assert (error := compare("logits", logits(actual), logits(eager), logits(right))).right, error
     best, second = logits(right).topk(2).values.unbind(-1)
     assert (best - second).min() > 10 * (logits(eager) - logits(right)).abs().max()
 
@@ -254,8 +244,7 @@ def test_a_second_turn_with_the_cache_of_the_first(name, padded, served):
     eager, right = (second_turn(model(name), continued=False) for model in (eager_model, exact_model))
     assert torch.equal(eager.sequences, right.sequences), "rounding decides"
     assert torch.equal(actual.sequences, eager.sequences)
-    error = compare("logits", logits(actual), logits(eager), logits(right))
-    assert error.right, str(error)
+    assert (error := compare("logits", logits(actual), logits(eager), logits(right))).right, error
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

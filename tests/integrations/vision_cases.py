@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 
 import open_clip
 import timm
@@ -43,7 +43,7 @@ def write_attention_out(model: nn.Module) -> None:
         if hasattr(module, "fused_attn"):  # timm's
             module.fused_attn = False
         if hasattr(module, "use_fsdpa"):  # open_clip's own code for this fails
-            module.forward = functools.partial(in_formula, module.forward)
+            module.forward = partial(in_formula, module.forward)
         if isinstance(module, nn.MultiheadAttention):
             module.register_forward_pre_hook(with_weights, with_kwargs=True)
 
@@ -66,7 +66,7 @@ def timm_case(family: str, make: Callable[[], nn.Module], needs: tuple[str, ...]
 
 
 def created(name: str, **options: object) -> Callable[[], nn.Module]:
-    return functools.partial(timm.create_model, name, num_classes=CLASSES, **options)
+    return partial(timm.create_model, name, num_classes=CLASSES, **options)
 
 
 TIMM = Library("timm", write_attention_out, write_attention_out)
@@ -74,39 +74,8 @@ TORCHVISION = Library("torchvision", write_attention_out, write_attention_out)
 OPEN_CLIP = Library("open_clip", write_attention_out, write_attention_out)
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
-STAGES = {"img_size": 32, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4)}
-
-
-def swin() -> nn.Module:
-    """With a shifted window in its first stage."""
-    return timm.models.SwinTransformer(**STAGES, patch_size=4, window_size=4, drop_path_rate=0.0, num_classes=CLASSES)
-
-
-def hiera() -> nn.Module:
-    """With windows in its first stage and the whole image in the second."""
-    return timm.models.Hiera(
-        img_size=(32, 32), embed_dim=16, num_heads=2, stages=(1, 2), q_pool=1, mask_unit_size=(4, 4),
-        mask_unit_attn=(True, False), patch_kernel=(4, 4), patch_stride=(4, 4), patch_padding=(0, 0),
-        num_classes=CLASSES,
-    )  # fmt: skip
-
-
-def sam() -> nn.Module:
-    return timm.models.VisionTransformerSAM(
-        **VIT, window_size=2, global_attn_indexes=(1,), use_rel_pos=True, use_abs_pos=True, neck_chans=8,
-        num_classes=CLASSES,
-    )  # fmt: skip
-
-
-def tiny_vit() -> nn.Module:
-    return timm.models.TinyVit(
-        embed_dims=(8, 16), depths=(1, 2), num_heads=(2, 2), window_sizes=(4, 4), num_classes=CLASSES
-    )
-
-
-def vit_of_torchvision() -> nn.Module:
-    sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
-    return torchvision.models.VisionTransformer(image_size=32, patch_size=8, num_classes=CLASSES, **sizes)
+STAGES = {"img_size": 32, "patch_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4), "window_size": 4}
+STAGES |= {"num_classes": CLASSES}
 
 
 CLIP = {
@@ -119,11 +88,6 @@ CLIP = {
 def clip(model: type[nn.Module] = open_clip.CLIP, **options: object) -> nn.Module:
     """options: of both towers."""
     return model(**CLIP | {tower: CLIP[tower] | options for tower in ("vision_cfg", "text_cfg")})
-
-
-def own_clip() -> nn.Module:
-    """With attention of open_clip in place of torch's."""
-    return clip(open_clip.CustomTextCLIP, qk_norm=True, scale_heads=True, scale_attn_inner=True)
 
 
 def coca() -> nn.Module:
@@ -155,11 +119,6 @@ def captioned(model: nn.Module, real: None) -> dict[str, Tensor]:
     return {name: outputs[name] for name in ("image_features", "text_features", "logits")}
 
 
-def swin_v2() -> nn.Module:
-    """Whose attention is of cosines."""
-    return timm.models.SwinTransformerV2(**STAGES, patch_size=4, window_size=4, num_classes=CLASSES)
-
-
 CASES = (
     timm_case("ViT", created("vit_tiny_patch16_224", **VIT)),
     timm_case("DeiT, distilled", created("deit_tiny_distilled_patch16_224", **VIT)),
@@ -168,34 +127,54 @@ CASES = (
     timm_case("BEiT", created("beit_base_patch16_224", **VIT), ("bias",)),
     timm_case("EVA-02", created("eva02_tiny_patch14_224", **VIT)),
     timm_case("XCiT", created("xcit_nano_12_p16_224", **VIT | {"patch_size": 16, "img_size": 64})),
-    timm_case("SAM's image encoder", sam, ("bias",)),
-    timm_case("Swin", swin, ("bias",)),
-    timm_case("TinyViT", tiny_vit, ("bias",)),
-    timm_case("Hiera", hiera),
-    ModelCase(TORCHVISION, "ViT", vit_of_torchvision, classified),
+    timm_case(
+        "SAM's image encoder",
+        partial(
+            timm.models.VisionTransformerSAM, **VIT, window_size=2, global_attn_indexes=(1,), use_rel_pos=True,
+            use_abs_pos=True, neck_chans=8, num_classes=CLASSES,
+        ),
+        ("bias",),
+    ),
+    timm_case("Swin", partial(timm.models.SwinTransformer, **STAGES, drop_path_rate=0.0), ("bias",)),  # with shifts
+    timm_case(
+        "TinyViT",
+        partial(
+            timm.models.TinyVit, embed_dims=(8, 16), depths=(1, 2), num_heads=(2, 2), window_sizes=(4, 4),
+            num_classes=CLASSES,
+        ),
+        ("bias",),
+    ),
+    timm_case(
+        "Hiera",  # with windows in its first stage and the whole image in the second
+        partial(
+            timm.models.Hiera, img_size=(32, 32), embed_dim=16, num_heads=2, stages=(1, 2), q_pool=1,
+            mask_unit_size=(4, 4), mask_unit_attn=(True, False), patch_kernel=(4, 4), patch_stride=(4, 4),
+            patch_padding=(0, 0), num_classes=CLASSES,
+        ),
+    ),
+    ModelCase(
+        TORCHVISION, "ViT",
+        partial(torchvision.models.VisionTransformer, 32, 8, 2, 4, hidden_dim=32, mlp_dim=48, num_classes=CLASSES),
+        classified,
+    ),
     ModelCase(OPEN_CLIP, "CLIP", clip, both_towers, frozenset({"causal"})),
-    ModelCase(OPEN_CLIP, "CLIP with its own attention", own_clip, both_towers, frozenset({"bias"})),
+    ModelCase(
+        OPEN_CLIP, "CLIP with its own attention",  # in place of torch's
+        partial(clip, open_clip.CustomTextCLIP, qk_norm=True, scale_heads=True, scale_attn_inner=True), both_towers,
+        frozenset({"bias"}),
+    ),
     ModelCase(OPEN_CLIP, "CoCa", coca, captioned, frozenset({"causal", "dense"})),
-)
-REFUSED = (
+)  # fmt: skip
+REFUSED = tuple(
     RefusedCase(
-        TIMM,
-        "CaiT",
-        created("cait_xxs24_224", **VIT),
-        lambda model: model(images(model)),
-        dict.fromkeys(
-            ("blocks.0.attn", "blocks.1.attn"), "timm.models.cait.TalkingHeadAttn computes attention by code of its own"
-        ),
-        frozenset({"ClassAttn"}),
-    ),
-    RefusedCase(
-        TIMM,
-        "Swin v2",
-        swin_v2,
-        lambda model: model(images(model)),
-        dict.fromkeys(
-            [f"layers.{stage}.blocks.{block}.attn" for stage, block in ((0, 0), (0, 1), (1, 0))],
-            "timm.models.swin_transformer_v2.WindowAttention computes attention by code of its own",
-        ),
-    ),
-)
+        TIMM, family, make, lambda model: model(images(model)),
+        dict.fromkeys(names, f"timm.models.{attention} computes attention by code of its own"), frozenset(swapped),
+    )
+    for family, make, names, attention, swapped in (
+        ("CaiT", created("cait_xxs24_224", **VIT), ("blocks.0.attn", "blocks.1.attn"), "cait.TalkingHeadAttn",
+         {"ClassAttn"}),
+        ("Swin v2", partial(timm.models.SwinTransformerV2, **STAGES),
+         [f"layers.{place}.attn" for place in ("0.blocks.0", "0.blocks.1", "1.blocks.0")],
+         "swin_transformer_v2.WindowAttention", ()),
+    )
+)  # fmt: skip

@@ -208,35 +208,24 @@ def error_of(call: Callable[[], object]) -> str:
 def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tuple[str, str]) -> str:
     """The error of a call in which the last rank differs in something."""
     other = dist.get_rank(group) == dist.get_world_size(group) - 1
-    n, mask, options = 24, fastattn.Mask(True), {}
-    real = torch.ones(1, n, dtype=torch.bool)
-    if what == "backend":  # which some ranks have no use for
-        mask = fastattn.Mask(dense=torch.eye(n, dtype=torch.bool) & (torch.arange(n) < 2))
-    if what == "values of a mask":
-        mask = fastattn.Mask(real_keys=torch.arange(n)[None] < n - other)
-    if what == "a field of a mask" and other:
-        mask = fastattn.Mask(True, real_keys=real)
-    mesh = group if isinstance(algorithm, str) else mesh_of((2, 2))
-    plan = make_plan(
-        mask, n, mesh, algorithm=algorithm, layout="zigzag" if what == "layout" and other else "contiguous"
-    )
-    q = torch.ones(1, 6, n, 8)
-    if what == "heads" and other:
-        q = q[:, :3]
-    if what == "dtype" and other:
-        q = q.half()
-    if what == "gradients":
-        q = q.requires_grad_(not other)
-    if what == "options" and other:
-        options["softcap"] = 1.0
+    n = 24
+    masks = {
+        "backend": fastattn.Mask(dense=torch.eye(n, dtype=torch.bool) & (torch.arange(n) < 2)),  # of no use to some
+        "values of a mask": fastattn.Mask(real_keys=torch.arange(n)[None] < n - other),
+        "a field of a mask": fastattn.Mask(True, real_keys=torch.ones(1, n, dtype=torch.bool) if other else None),
+    }
+    mask, mesh = masks.get(what, fastattn.Mask(True)), group if isinstance(algorithm, str) else mesh_of((2, 2))
+    layout = "zigzag" if what == "layout" and other else "contiguous"
+    plan = make_plan(mask, n, mesh, algorithm=algorithm, layout=layout)
+    q, options = torch.ones(1, 6, n, 8), {"backend": "hopper"} if what == "backend" else {}
     if what == "first of a seed":
-        options |= {"dropout_p": 0.5, "generator": fastattn.DropoutSeed(3, first=(int(other), 0))}
-    if what == "an error" and other:
-        options["dropout_p"] = 1.5
-    if what == "a bias by distance" and other:
-        options["bias"] = fastattn.RelativeBias(torch.zeros(8), None)
-    if what == "backend":
-        options["backend"] = "hopper"
+        options = {"dropout_p": 0.5, "generator": fastattn.DropoutSeed(3, first=(int(other), 0))}
+    if other:
+        q = {"heads": q[:, :3], "dtype": q.half()}.get(what, q)
+        bias = fastattn.RelativeBias(torch.zeros(8), None)
+        of_last = {"options": {"softcap": 1.0}, "an error": {"dropout_p": 1.5}, "a bias by distance": {"bias": bias}}
+        options |= of_last.get(what, {})
+    q = q.requires_grad_(what == "gradients" and not other)
     mine = plan.shard(q, 2)
     if what == "length" and other:
         mine = mine[:, :, 1:]

@@ -236,6 +236,8 @@ def checkpointed(group: dist.ProcessGroup, use_reentrant: bool) -> dict[str, Ten
 
 def refused(group: dist.ProcessGroup, what: str) -> str:
     """The error of a call that a block does not say; "local" differs on the last rank alone."""
+    if what == "torch's own block":
+        return in_torchs_block(group)
     last = dist.get_rank(group) == dist.get_world_size(group) - 1
     mask = Mask(True) & Mask.from_lengths(LENGTHS, N, of="both")
     plan = make_plan(mask, N, group, layout="zigzag")
@@ -392,7 +394,6 @@ def _refused_hugging_face(plan: Plan, what: str) -> None:
     if "without positions" in what:
         del batch["position_ids"]
     if what == "no padding":
-        del batch["attention_mask"]
         batch["attention_mask"] = torch.ones_like(ids)
     if what == "all tokens":
         batch["attention_mask"] = plan.mask.real_keys

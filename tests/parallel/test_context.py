@@ -81,6 +81,11 @@ REFUSED = {
     "hf cache": "past_key_values must be None in a context_parallel block",
     "hf lfm2": "lfm2 has layers of conv, which see the tokens of one rank alone",
     "hf positions again": "documents must be in the plan's mask as segment_ids, got position_ids that begin again",
+    **{
+        f"hf {kind} without positions": f"position_ids must be {given} in a context_parallel block"
+        for kind, given in (("llama", "given"), ("gemma2", "given"), ("gpt_oss", "given"), ("qwen2_vl", "[4, B, n]"))
+    },
+    "torch's own block": "fastattn in LlamaAttention: context_parallel of torch, as of accelerate's cp_size",
 }
 
 
@@ -110,23 +115,10 @@ def test_what_a_block_does_not_say_is_refused_on_every_rank(ranks, what):
         assert message.startswith(REFUSED[what])
 
 
-def test_torchs_own_block_is_refused(ranks):
-    """It would leave each rank to attend to its own tokens."""
-    for message in ranks.run("model_jobs.in_torchs_block", 2):
-        assert message.startswith("fastattn in LlamaAttention: context_parallel of torch, as of accelerate's cp_size")
-
-
 def test_a_refusal_of_one_rank_reaches_all(ranks):
     first, last = ranks.run("model_jobs.refused", 2, what="local padding")
     assert PADDING in last
     assert first == "the call must be valid on every rank; rank 1 refused it and says why"
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "qwen2_vl"])
-def test_positions_that_a_model_would_make_itself_are_refused(ranks, kind):
-    for message in ranks.run("model_jobs.refused", 2, what=f"hf {kind} without positions"):
-        given = "[4, B, n]" if kind == "qwen2_vl" else "given"
-        assert message.startswith(f"position_ids must be {given} in a context_parallel block")
 
 
 def test_positions_of_text_beside_those_of_images(ranks):

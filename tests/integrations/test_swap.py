@@ -12,6 +12,7 @@ import torch
 from model_cases import calls_seen
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrizations import weight_norm
 from torch_samples import (
     TORCH_MODULES,
     assert_refused,
@@ -338,8 +339,11 @@ class RenamedAttention(nn.MultiheadAttention):
 SIZES = {"d_model": 16, "nhead": 4, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
 
 
-def encoder(layer: type[nn.TransformerEncoderLayer] = nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
-    return nn.TransformerEncoder(layer(**SIZES), 3)
+def encoder(layer: nn.Module | None = None, place: int = 1) -> nn.TransformerEncoder:
+    """Three layers, one of them this one, or the first once more."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(**SIZES), 3)
+    model.layers[place] = layer or model.layers[0]
+    return model
 
 
 def layers_in_a_sequential() -> nn.Module:
@@ -347,35 +351,22 @@ def layers_in_a_sequential() -> nn.Module:
     return nn.Sequential(layer, nn.Linear(16, 16, dtype=torch.float64), layer)
 
 
-def encoder_with_a_tied_layer() -> nn.Module:
-    model = encoder()
-    model.layers[2] = model.layers[0]
-    return model
-
-
-def encoder_with_another_layer_inside() -> nn.Module:
-    model = encoder()
-    model.layers[1] = DoublingLayer(**SIZES)
-    return model
-
-
-def encoder_with_a_refused_attention_inside() -> nn.Module:
-    model = encoder()
-    model.layers[1].self_attn = RenamedAttention(16, 4, batch_first=True, dtype=torch.float64)
-    return model
+def layer_with_a_refused_attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(**SIZES)
+    layer.self_attn = RenamedAttention(16, 4, batch_first=True, dtype=torch.float64)
+    return layer
 
 
 def transformer_with_its_own_encoder() -> nn.Module:
-    model = nn.Transformer(**SIZES, num_encoder_layers=1, num_decoder_layers=1)
-    model.encoder = OwnEncoder(DoublingLayer(**SIZES), 2)
-    return model
+    own = OwnEncoder(DoublingLayer(**SIZES), 2)
+    return nn.Transformer(**SIZES, num_encoder_layers=1, num_decoder_layers=1, custom_encoder=own)
 
 
 STRUCTURES = {  # how many attention modules are swapped; the names of those that padding has in a call
     layers_in_a_sequential: (1, ()),
-    encoder_with_a_tied_layer: (2, ("src_key_padding_mask",)),
-    encoder_with_another_layer_inside: (3, ("src_key_padding_mask",)),
-    encoder_with_a_refused_attention_inside: (2, ("src_key_padding_mask",)),
+    lambda: encoder(place=2): (2, ("src_key_padding_mask",)),
+    lambda: encoder(DoublingLayer(**SIZES)): (3, ("src_key_padding_mask",)),
+    lambda: encoder(layer_with_a_refused_attention()): (2, ("src_key_padding_mask",)),
     lambda: OwnEncoder(nn.TransformerEncoderLayer(**SIZES), 2): (2, ("src_key_padding_mask",)),
     lambda: nn.TransformerDecoder(OwnDecoderLayer(**SIZES), 2): (4, ("tgt_key_padding_mask",)),
     transformer_with_its_own_encoder: (4, ("src_key_padding_mask", "memory_key_padding_mask")),
@@ -414,20 +405,10 @@ class OwnAttention(nn.MultiheadAttention):
         return None, None
 
 
-def with_own_forward() -> nn.Module:
+def with_changed(name: str, value: object) -> nn.Module:
     module = nn.MultiheadAttention(8, 2)
-    module.forward = lambda *args, **kwargs: None
+    setattr(module, name, value)
     return module
-
-
-def with_other_projection() -> nn.Module:
-    module = nn.MultiheadAttention(8, 2)
-    module.out_proj = nn.Sequential(module.out_proj)
-    return module
-
-
-def parametrised() -> nn.Module:
-    return nn.utils.parametrizations.weight_norm(nn.MultiheadAttention(8, 2), "in_proj_weight")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:torch.ao.quantization is deprecated")
@@ -437,9 +418,12 @@ def parametrised() -> nn.Module:
         (lambda: OwnAttention(8, 2), "OwnAttention is a subclass of nn.MultiheadAttention"),
         (lambda: torch.ao.nn.quantizable.MultiheadAttention(8, 2), "quantised"),
         (lambda: torch.jit.script(nn.MultiheadAttention(8, 2)), "TorchScript"),
-        (parametrised, "ParametrizedMultiheadAttention is a subclass"),
-        (with_own_forward, "forward was replaced"),
-        (with_other_projection, "out_proj is a torch.nn.modules.container.Sequential, not a torch.nn.Linear"),
+        (lambda: weight_norm(nn.MultiheadAttention(8, 2), "in_proj_weight"), "ParametrizedMultiheadAttention is a sub"),
+        (lambda: with_changed("forward", lambda *args, **kwargs: None), "forward was replaced"),
+        (
+            lambda: with_changed("out_proj", nn.Sequential(nn.Linear(8, 8))),
+            "out_proj is a torch.nn.modules.container.Sequential, not a torch.nn.Linear",
+        ),
     ],
 )
 def test_refused_with_the_reason(make: Callable[[], nn.Module], why):

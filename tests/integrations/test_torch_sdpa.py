@@ -434,27 +434,25 @@ def test_threads():
 def compiled_calls() -> dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]]:
     """By name: a call, and whether fastattn computes it."""
     upper, lower, dense = causal_upper_left(7, 7), causal_lower_right(5, 7), torch.rand(7, 7) < 0.8
-    return {
-        "causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), True),
-        "dense": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dense), True),
-        "dense, of known lengths": (
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(7, 7).tril(1) > 0),
-            True,
-        ),
-        "upper left": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, upper), True),
-        "lower right": (lambda q, k, v: F.scaled_dot_product_attention(q[:, :, 2:], k, v, lower), True),
-        "by its name before": (lambda q, k, v: TORCHS_OWN(q[:, :, 2:], k, v, lower), True),
-        "left to torch": (lambda q, k, v: F.scaled_dot_product_attention(q.double(), k.double(), v.double()), False),
-        "left, lower right": (
-            lambda q, k, v: F.scaled_dot_product_attention(q[:, :, 2:].double(), k.double(), v.double(), lower),
-            False,
-        ),
-        "refused": (
-            lambda q, k, v: F.scaled_dot_product_attention(q[0], k, v, dense[None, None], dropout_p=-1.0),
-            False,
-        ),
-        "differing": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dense, is_causal=True), False),
+
+    def attend(*arguments: object, **options: object) -> Tensor:
+        return F.scaled_dot_product_attention(*arguments, **options)
+
+    by_fastattn = {
+        "causal": lambda q, k, v: attend(q, k, v, is_causal=True),
+        "dense": lambda q, k, v: attend(q, k, v, dense),
+        "dense, of known lengths": lambda q, k, v: attend(q, k, v, torch.ones(7, 7).tril(1) > 0),
+        "upper left": lambda q, k, v: attend(q, k, v, upper),
+        "lower right": lambda q, k, v: attend(q[:, :, 2:], k, v, lower),
+        "by its name before": lambda q, k, v: TORCHS_OWN(q[:, :, 2:], k, v, lower),
     }
+    by_torch = {
+        "left to torch": lambda q, k, v: attend(q.double(), k.double(), v.double()),
+        "left, lower right": lambda q, k, v: attend(q[:, :, 2:].double(), k.double(), v.double(), lower),
+        "refused": lambda q, k, v: attend(q[0], k, v, dense[None, None], dropout_p=-1.0),
+        "differing": lambda q, k, v: attend(q, k, v, dense, is_causal=True),
+    }
+    return {name: (call, calls is by_fastattn) for calls in (by_fastattn, by_torch) for name, call in calls.items()}
 
 
 # Of a mask, of a CausalBias and of what is left to torch, whose own function of a CausalBias takes half a minute.

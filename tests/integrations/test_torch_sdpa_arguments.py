@@ -98,16 +98,11 @@ def calls(draw: st.DrawFn) -> tuple[tuple, dict]:
 
     query, key, value = random(*of_q, L, E), random(*of_k, S, E), random(*of_v, S, E_v)
     wrong = draw(st.sampled_from(range(5))) if draw(RARELY) else None
-    if wrong == 0:
-        key = random(*of_k, S, E + 1)
-    elif wrong == 1:
-        value = random(*of_v, S + 1, E_v)
-    elif wrong == 2:
-        value = value.double()
-    elif wrong == 3:
-        query = query.sum(-1)
-    elif wrong == 4:
-        query = [1.0]
+    if wrong is not None:
+        query, key, value = [
+            (query, random(*of_k, S, E + 1), value), (query, key, random(*of_v, S + 1, E_v)),
+            (query, key, value.double()), (query.sum(-1), key, value), ([1.0], key, value),
+        ][wrong]  # fmt: skip
     options = {}
     if draw(st.booleans()):
         scores = (*leading, L, S)
@@ -359,8 +354,6 @@ TENSORS = {  # who computes it under the patch, and what fastattn's own function
         "int64": three(Tensor.long),
         "bool": three(lambda x: x > 0),
         "an array of NumPy": three(Tensor.numpy),
-        "a list for a mask": lambda attend: three()(partial(attend, attn_mask=[[True]])),
-        "nothing": lambda attend: attend(None, random(), random()),
     },
     (LEFT, AS_TORCH): {
         "MaskedTensor": three(lambda x: masked_tensor(x, x > 0)),

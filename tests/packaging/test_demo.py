@@ -18,10 +18,14 @@ from fastattn import demo
 from fastattn.integrations import transformers as integration
 
 
-def run(*argv: str) -> int:
+def parsed(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    return demo.run(parser.parse_args([*argv, "--no-kernels", "--rounds", "1"]))
+    return parser.parse_args(argv)
+
+
+def run(*argv: str) -> int:
+    return demo.run(parsed(*argv, "--no-kernels", "--rounds", "1"))
 
 
 @pytest.fixture
@@ -182,10 +186,8 @@ def test_a_device_that_is_not_there(capsys, device):
 @pytest.mark.parametrize("option", ["--batch-size", "--rounds"])
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5"])
 def test_counts_are_above_0(capsys, option, value):
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args([f"{option}={value}"])
+        parsed(f"{option}={value}")
     assert f"must be a whole number above 0, got {value}" in capsys.readouterr().err
 
 
@@ -201,9 +203,7 @@ def test_the_table_of_kernels_follows(capsys, monkeypatch, text, tiny):
     monkeypatch.setattr(bench_run, "measure_all", measured)
     monkeypatch.setattr("fastattn.bench.report.print_table", lambda report: print("the table"))
     monkeypatch.setattr("fastattn.bench.report.Report.of", lambda rows, device: rows)
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    assert demo.run(parser.parse_args(["--model", tiny, "--text", text, "--rounds", "1"])) == 1
+    assert demo.run(parsed("--model", tiny, "--text", text, "--rounds", "1")) == 1
     out, err = capsys.readouterr()
     assert "the table" in out
     assert "a kernel gave a wrong answer" in err

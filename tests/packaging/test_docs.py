@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,7 @@ def sources(*folders: str) -> str:
     )
 
 
-def by_name(path: Path) -> str:
-    return path.name
-
-
-@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
+@pytest.mark.parametrize("path", pages.GUIDES, ids=attrgetter("name"))
 def test_code_prints_and_draws_what_the_page_shows(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a Trainer makes the folder of its output
     torch.manual_seed(0)
@@ -46,14 +43,14 @@ def test_code_prints_and_draws_what_the_page_shows(path, tmp_path, monkeypatch):
             assert shown == pictures.draw(name, namespace), f"{name} is another mask: python -m docs.render"
 
 
-@pytest.mark.parametrize("path", pages.NOTEBOOKS, ids=by_name)
+@pytest.mark.parametrize("path", pages.NOTEBOOKS, ids=attrgetter("name"))
 def test_notebooks_show_what_their_code_prints_and_draws(path):
     shown = pages.run_notebook(path)
     torch.set_printoptions(profile="default")  # which notebooks change
     assert json.loads(path.read_text(encoding="utf-8")) == shown, "python -m docs.render"
 
 
-@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
+@pytest.mark.parametrize("path", pages.GUIDES, ids=attrgetter("name"))
 def test_no_block_is_overlooked(path):
     page = path.read_text()
     kinds = re.findall(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*(\S*)", page, re.MULTILINE)[::2]
@@ -77,7 +74,7 @@ def test_the_readme_shows_a_chart_first_and_says_soon_how_fast():
     assert headings[headings.index(lines.index("## How fast")) + 1] < 90
 
 
-@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
+@pytest.mark.parametrize("path", pages.GUIDES, ids=attrgetter("name"))
 def test_generated_parts_are_what_their_commands_print(path):
     page = path.read_text()
     assert page.count("<!-- run: ") == len(pages.generated_parts(page))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,6 @@ ACTION = re.compile(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)")
 """One of somebody else's, at a version."""
 
 
-def by_name(path: Path) -> str:
-    return path.name
-
-
 def steps(workflow: dict) -> Iterator[dict]:
     for job in workflow["jobs"].values():
         yield from job.get("steps", [job])  # which may be a whole workflow that it calls
@@ -28,14 +25,14 @@ def commands(path: Path) -> list[str]:
     return [step["run"] for step in steps(yaml.safe_load(path.read_text())) if "run" in step]
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=by_name)
+@pytest.mark.parametrize("path", WORKFLOWS, ids=attrgetter("name"))
 def test_actions_have_a_version_or_are_here(path):
     used = [step["uses"] for step in steps(yaml.safe_load(path.read_text())) if "uses" in step]
     assert used
     assert [action for action in used if not (ACTION.fullmatch(action) or (ROOT / action).exists())] == []
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=by_name)
+@pytest.mark.parametrize("path", WORKFLOWS, ids=attrgetter("name"))
 def test_what_commands_name_exists(path):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -50,7 +47,7 @@ def test_what_commands_name_exists(path):
         assert set(asked) <= set(extras)
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=by_name)
+@pytest.mark.parametrize("path", WORKFLOWS, ids=attrgetter("name"))
 def test_permissions_are_to_read_unless_a_job_without_foreign_code_says_otherwise(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] in ({}, {"contents": "read"})

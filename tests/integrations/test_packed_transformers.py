@@ -217,30 +217,6 @@ def test_a_mask_of_the_users_own_for_the_encoders_output():
     assert report.calls.unpacked == {"the mask for the encoder's output is none of fastattn's": 1}
 
 
-def test_generation_is_left_alone():
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)).eval()
-    batch = inputs("left")
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
-    expected = model.generate(**batch, **options)
-    report = fastattn.swap(model, packed=True)
-    assert torch.equal(model.generate(**batch, **options), expected)
-    assert report.calls.packed == 0
-
-
-def test_heads_and_losses_see_the_batch_as_it_came():
-    torch.manual_seed(0)
-    model = transformers.BertForTokenClassification(transformers.BertConfig(**SIZES, num_labels=3)).eval()
-    batch = inputs("right")
-    labels = torch.where(REAL["right"], batch["input_ids"] % 3, -100)
-    expected = model(**batch, labels=labels)
-    report = fastattn.swap(model, packed=True)
-    actual = model(**batch, labels=labels)
-    assert_same(actual.loss, expected.loss)
-    assert_same(actual.logits[REAL["right"]], expected.logits[REAL["right"]])
-    assert report.calls.packed == 1
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["bert", "llama", "bart", "t5"])

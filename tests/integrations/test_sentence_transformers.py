@@ -12,7 +12,6 @@ from sentence_cases import SENTENCE_TRANSFORMERS, sentence_model
 from torch import Tensor, nn
 
 import fastattn
-from fastattn import demo
 from fastattn.testing import compare
 
 SENTENCES = [
@@ -56,67 +55,6 @@ def test_embeddings(pooling, packed):
         assert report.calls.packed > 0
         assert report.calls.packed + report.calls.unpacked.total() == 4  # batches
         assert set(report.calls.unpacked) <= {"the batch has little padding, or none"}
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_token_embeddings_have_the_length_of_their_sentence(packed):
-    torch.manual_seed(0)
-    model = sentence_model()
-    swapped = copy.deepcopy(model)
-    fastattn.swap(swapped, packed=packed)
-    expected, actual = (
-        m.encode(SENTENCES, output_value="token_embeddings", show_progress_bar=False) for m in (model, swapped)
-    )
-    assert len({len(tokens) for tokens in expected}) > 5
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_unswap_and_twice():
-    torch.manual_seed(0)
-    model = sentence_model()
-    implementation = model[0].model.config._attn_implementation
-    expected = encoded(model)
-    first, second = fastattn.swap(model, packed=True), fastattn.swap(model, packed=True)
-    assert second.already == first.swapped
-    assert not second.swapped
-    torch.testing.assert_close(encoded(model), expected, rtol=1e-4, atol=1e-6)
-    fastattn.unswap(model)
-    assert model[0].model.config._attn_implementation == implementation
-    with calls_seen() as calls:
-        assert torch.equal(encoded(model), expected)
-    assert not calls.backends
-
-
-def test_training_gives_the_same_gradients():
-    torch.manual_seed(0)
-    model = sentence_model().eval()  # without dropout
-    gradients = []
-    for packed in (None, False, True):
-        trained = copy.deepcopy(model)
-        if packed is not None:
-            fastattn.swap(trained, packed=packed)
-        features = trained.preprocess(SENTENCES)
-        embeddings = trained(features)["sentence_embedding"]
-        (embeddings @ embeddings.T).square().sum().backward()
-        gradients.append([p.grad for p in trained.parameters() if p.grad is not None])
-    assert len(gradients[0]) > 30
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-3, atol=1e-5)
-
-
-def test_minilm_of_the_demo():
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
-    bert = Transformer(demo.bundled_model())
-    model = SentenceTransformer(modules=[bert, Pooling(bert.get_embedding_dimension())])
-    swapped = copy.deepcopy(model)
-    assert str(fastattn.swap(swapped, packed=True)) == "swapped: 6 BertSelfAttention"
-    assert_embeddings_are_right(swapped, model, normalize_embeddings=True)
-    similar, other = (swapped.encode(s) for s in (["a cat sat", "the cat is sitting"], ["a cat sat", "tax law"]))
-    cosines = [float(np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in (similar, other)]
-    assert cosines[0] > 0.5 > cosines[1]
 
 
 def test_a_cross_encoder(tmp_path):

@@ -23,7 +23,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers_cases import SIZES, exact
+from transformers_cases import SIZES, exact, made
 
 import fastattn
 
@@ -34,15 +34,11 @@ UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def bert() -> transformers.PreTrainedModel:
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(**WITH_PADDING, **UNDROPPED, num_labels=3)
-    )
+    return made("BertForSequenceClassification", WITH_PADDING | UNDROPPED | {"num_labels": 3})
 
 
 def llama() -> transformers.PreTrainedModel:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**WITH_PADDING, num_key_value_heads=2, use_cache=False)
-    )
+    return made("LlamaForCausalLM", WITH_PADDING | {"num_key_value_heads": 2, "use_cache": False})
 
 
 def samples(make: Callable[[], nn.Module]) -> list[dict[str, Tensor]]:
@@ -118,18 +114,10 @@ def by_trainer(
     model: nn.Module, data: list, folder: Path, half: bool, resume: str | None = None, **arguments: object
 ) -> None:
     options = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": half,
-        "max_steps": STEPS,
-        "learning_rate": RATE,
-        "per_device_train_batch_size": BATCH,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
+        "output_dir": str(folder), "use_cpu": True, "bf16": half, "max_steps": STEPS, "learning_rate": RATE,
+        "per_device_train_batch_size": BATCH, "save_strategy": "no", "logging_strategy": "no", "report_to": [],
+        "disable_tqdm": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
     trainer = transformers.Trainer(model, transformers.TrainingArguments(**options | arguments), train_dataset=data)
     trainer.train(resume_from_checkpoint=resume)
 

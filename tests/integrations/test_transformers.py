@@ -20,6 +20,7 @@ import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from model_cases import PADDINGS, Compared, L, at_real, compared, differences, objections, outputs_and_gradients
 from sentence_cases import save_bert
+from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers_cases import (
@@ -101,26 +102,6 @@ def test_layers_whose_arguments_accelerate_moves_get_the_mask(packed, received):
     assert received
     assert all(isinstance(mask, Mask) and mask.dense is None for mask in received)
     assert {x.device.type for mask in received for x in mask.to("meta").tensors().values()} == {"meta"}
-
-
-@pytest.mark.parametrize("family", DECODERS)
-def test_a_cache_gives_what_one_pass_gives(family, received):
-    models, real = of(family), PADDINGS["left"]
-    call = as_decoder(models.swapped, real)
-    cache, parts = None, []
-    for start, stop in ((0, 5), (5, 9), (9, 10), (10, L)):
-        part = models.swapped(
-            call["input_ids"][:, start:stop],
-            attention_mask=call["attention_mask"][:, :stop],
-            position_ids=call["position_ids"][:, start:stop],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = part.past_key_values
-        parts.append(part.logits)
-    naive, exact = (models.case.run(model, real)["logits"] for model in (models.eager, models.exact))
-    assert_within_budget(torch.cat(parts, dim=1)[real], naive, exact)
-    assert all(isinstance(mask, Mask) and mask.dense is None for mask in received)
 
 
 @may_fall_back
@@ -541,18 +522,6 @@ def test_a_transformers_that_it_does_not_know_goes_on_without(monkeypatch):
     assert type(model["plain"]) is nn.MultiheadAttention
 
 
-def by_constructor(folder: Path, name: str) -> PreTrainedModel:
-    return transformers.BertModel(transformers.BertConfig(**SIZES, attn_implementation=name))
-
-
-def by_from_pretrained(folder: Path, name: str) -> PreTrainedModel:
-    return transformers.AutoModel.from_pretrained(folder, attn_implementation=name)
-
-
-def by_from_config(folder: Path, name: str) -> PreTrainedModel:
-    return transformers.AutoModel.from_config(transformers.BertConfig(**SIZES), attn_implementation=name)
-
-
 def by_set_attn_implementation(folder: Path, name: str) -> PreTrainedModel:
     model = transformers.AutoModel.from_pretrained(folder)
     model.set_attn_implementation(name)
@@ -560,32 +529,35 @@ def by_set_attn_implementation(folder: Path, name: str) -> PreTrainedModel:
 
 
 def by_a_saved_configuration(folder: Path, name: str) -> PreTrainedModel:
-    by_from_pretrained(folder, name).save_pretrained(folder)
+    WAYS["from_pretrained"](folder, name).save_pretrained(folder)
     file = folder / "config.json"
     assert name not in file.read_text()  # transformers saves none
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": name}))
     return transformers.AutoModel.from_pretrained(folder)
 
 
-def by_pipeline(folder: Path, name: str) -> PreTrainedModel:
-    options = {"model": str(folder), "model_kwargs": {"attn_implementation": name}}
-    return transformers.pipeline("feature-extraction", **options).model
-
-
-def by_sentence_transformers(folder: Path, name: str) -> PreTrainedModel:
-    from sentence_transformers import SentenceTransformer
-
-    return SentenceTransformer(str(folder), model_kwargs={"attn_implementation": name})[0].model
-
-
-WAYS = (by_constructor, by_from_pretrained, by_from_config, by_set_attn_implementation, by_a_saved_configuration)
+WAYS: dict[str, Callable[[Path, str], PreTrainedModel]] = {
+    "constructor": lambda _, name: transformers.BertModel(transformers.BertConfig(**SIZES, attn_implementation=name)),
+    "from_pretrained": lambda folder, name: transformers.AutoModel.from_pretrained(folder, attn_implementation=name),
+    "from_config": lambda _, name: transformers.AutoModel.from_config(
+        transformers.BertConfig(**SIZES), attn_implementation=name
+    ),
+    "set_attn_implementation": by_set_attn_implementation,
+    "saved configuration": by_a_saved_configuration,
+    "pipeline": lambda folder, name: (
+        transformers.pipeline("feature-extraction", str(folder), model_kwargs={"attn_implementation": name}).model
+    ),
+    "sentence_transformers": lambda folder, name: (
+        SentenceTransformer(str(folder), model_kwargs={"attn_implementation": name})[0].model
+    ),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", [*WAYS, by_pipeline, by_sentence_transformers], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_model_by_name(way, name, tmp_path, received):
     save_bert(tmp_path)
-    original, model = transformers.AutoModel.from_pretrained(tmp_path).eval(), way(tmp_path, name).eval()
+    original, model = transformers.AutoModel.from_pretrained(tmp_path).eval(), WAYS[way](tmp_path, name).eval()
     model.load_state_dict(original.state_dict())
     call, real = as_encoder(model, PADDINGS["holes"]), PADDINGS["holes"]
     with torch.no_grad():
@@ -599,7 +571,7 @@ def test_a_model_by_name(way, name, tmp_path, received):
 
 
 def test_a_model_by_name_is_packed_until_it_has_another(received):
-    model = by_constructor(Path(), "fastattn_packed").eval()
+    model = WAYS["constructor"](Path(), "fastattn_packed").eval()
     report, call = fastattn.swap(model, packed=True), as_encoder(model, PADDINGS["right"])
     model(**call)
     assert report.calls.packed == 1
@@ -611,7 +583,7 @@ def test_a_model_by_name_is_packed_until_it_has_another(received):
 
 
 def test_a_model_that_was_packed_by_name_is_so_after_unswap(received):
-    model = by_constructor(Path(), "fastattn_packed").eval()
+    model = WAYS["constructor"](Path(), "fastattn_packed").eval()
     fastattn.unswap(model)
     model(**as_encoder(model, PADDINGS["right"]))
     assert received

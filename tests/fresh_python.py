@@ -8,7 +8,8 @@ import os
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -59,3 +60,11 @@ def run(
 def run_module(name: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """The same of `python -m name *arguments`."""
     return run(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments, **options)
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 30) -> None:
+    """Waits for it, at most so long."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)

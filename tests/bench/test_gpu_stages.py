@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from _pytest.mark.expression import Expression
+from fresh_python import wait_until
 
 import fastattn
 from benchmarks.gpu import __main__ as command
@@ -67,13 +68,6 @@ def is_alive(process):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except FileNotFoundError:
         return False
-
-
-def wait_until(happened, seconds):
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_what_crashes_or_hangs_costs_the_others_nothing(folder):

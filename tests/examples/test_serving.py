@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from fresh_python import wait_until
 
 from examples.serving import load
 from examples.serving.__main__ import main
@@ -75,7 +76,7 @@ def _served() -> Iterator[Served]:
 @pytest.fixture
 def served(_served) -> Iterator[Served]:
     yield _served
-    wait_for(lambda: not _served.batch)
+    wait_until(lambda: not _served.batch)
     assert _served.batch.cache.free == PAGES
 
 
@@ -93,13 +94,6 @@ def events(response: httpx.Response) -> list[dict[str, object]]:
     return [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_many_requests_at_once_have_the_answers_of_the_model(either):
     asked = [replace(question, max_new_tokens=1 + i % 30) for i, question in enumerate(questions(60))]
     begin = time.process_time()
@@ -110,7 +104,7 @@ def test_many_requests_at_once_have_the_answers_of_the_model(either):
     assert 0 < answered.processor_seconds < time.process_time() - begin
     assert max(answer.seconds[-1] for answer in answers) < answered.seconds
     assert all(sorted(answer.seconds) == list(answer.seconds) for answer in answers)
-    wait_for(lambda: not either.batch)
+    wait_until(lambda: not either.batch)
     assert either.batch.cache.free == either.batch.cache.pages
 
 
@@ -183,7 +177,7 @@ def test_a_client_that_leaves_frees_its_pages(slow):
             health = slow.client.get("/health").json()
             assert health.pop("processor_seconds") > 0
             assert health == {"requests": 1, "pages": PAGES, "free": PAGES - MAX_LENGTH // PAGE_SIZE}
-    wait_for(lambda: slow.batch.cache.free == PAGES)
+    wait_until(lambda: slow.batch.cache.free == PAGES)
     (request,) = left
     assert request.finish_reason == "cancelled"
     assert len(request.tokens) < MAX_LENGTH - 50
@@ -197,10 +191,10 @@ def test_a_client_that_leaves_while_it_waits_for_pages(slow):
     for connection in raw:
         head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
         connection.sendall(head + content)
-    wait_for(lambda: len(slow.batch) == 6 and len(slow.batch._running) == 4)
+    wait_until(lambda: len(slow.batch) == 6 and len(slow.batch._running) == 4)
     for connection in raw:
         connection.close()
-    wait_for(lambda: not slow.batch)
+    wait_until(lambda: not slow.batch)
     assert slow.batch.cache.free == PAGES
 
 
@@ -285,7 +279,7 @@ def test_requests_come_and_go_between_steps_only(monkeypatch):
     asyncio.run(ask_all(served.url, [Question((3, 4), 2 + i) for i in range(20)]))
     with served.client.stream("POST", "/generate", json={"input_ids": [3], "max_new_tokens": 900}) as response:
         next(response.iter_lines())
-    wait_for(lambda: not served.batch)
+    wait_until(lambda: not served.batch)
     assert overlaps == []
     served.close()
 
@@ -359,7 +353,7 @@ def test_a_request_of_which_the_model_fails_ends_alone(slow, monkeypatch):
     monkeypatch.setattr(slow.batch, "_next", read_or_fail)
     with ThreadPoolExecutor(2) as threads:
         found = threads.map(lambda fields: slow.tokens(**fields), asked)
-        wait_for(lambda: sum(len(request.tokens) > 5 for request in slow.batch._running) == 2)
+        wait_until(lambda: sum(len(request.tokens) > 5 for request in slow.batch._running) == 2)
         assert events(slow.ask(input_ids=[3, 999])) == [{"token": None, "finish_reason": "cancelled"}]
         assert len(slow.batch) == 2
     assert [*found] == alone

@@ -47,43 +47,39 @@ spec.loader.exec_module(build)
 """
 
 
-def make_tree(folder: Path) -> None:
+def make_tree(folder: Path) -> Path:
+    """A copy of what a wheel is made from, with the real C++; no test writes into the repository."""
+    folder.mkdir()
     for name in PACKAGED:
         if (REPOSITORY / name).is_dir():
             shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(REPOSITORY / name, folder / name)
+    return folder
 
 
-def make_stand_in(tree: Path) -> None:
+def make_stand_in(tree: Path) -> Path:
+    """The same with the stand-in for the C++."""
     for source in (tree / "csrc").rglob("*.cpp"):
         source.write_text("")
     (tree / "csrc" / "cpu" / "binding.cpp").write_text(STAND_IN)
+    return tree
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what a wheel is made from, with the real C++; no test writes into the repository."""
-    copy = tmp_path / "tree"
-    copy.mkdir()
-    make_tree(copy)
-    return copy
+    return make_tree(tmp_path / "tree")
 
 
 @pytest.fixture
 def stand_in(tree: Path) -> Path:
-    """The same with the stand-in for the C++."""
-    make_stand_in(tree)
-    return tree
+    return make_stand_in(tree)
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that holds the module of the stand-in; not to be changed."""
-    tree = tmp_path_factory.mktemp("built") / "tree"
-    tree.mkdir()
-    make_tree(tree)
-    make_stand_in(tree)
+    tree = make_stand_in(make_tree(tmp_path_factory.mktemp("built") / "tree"))
     run(tree, "build.CPU.load()")
     return tree.parent / "cache"
 
@@ -310,24 +306,14 @@ def test_the_compilers_end_with_who_waits_for_them(stand_in, tmp_path, number):
     compiler, pids = tmp_path / "c++", tmp_path / "pids"
     compiler.write_text(COMPILES_FOR_EVER)
     compiler.chmod(0o755)
-    heeds = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # not as a job in the background
-    )
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # as no job in the background
     waiting = start(stand_in, f"{heeds}build.CPU.load()", CXX=str(compiler), PIDS=str(pids))
-    until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+    fresh_python.wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), 60)
     waiting.send_signal(number)
     waiting.communicate(timeout=60)
-    until(lambda: not any(Path("/proc", pid).exists() for pid in pids.read_text().split()))
+    fresh_python.wait_until(lambda: not any(Path("/proc", pid).exists() for pid in pids.read_text().split()), 60)
     assert run(stand_in, "print(build.CPU.load().answer)")[0] == "1"
     assert not list(stand_in.parent.glob("cache/*/*.build-*"))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for it, at most a minute."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def test_a_full_disk_is_a_sentence(stand_in):
@@ -522,19 +508,14 @@ print("torch._dynamo" in sys.modules)
     assert (imported.stdout, imported.returncode) == ("['fastattn']\nFalse\n", 0), imported.stderr
 
 
-FAKE_CUDA = """
-import torch
-torch.version.cuda = {cuda!r}
-torch.version.hip = {hip!r}
-gpus = {gpus!r}
-torch.cuda.device_count = lambda: len(gpus)
-torch.cuda.get_device_capability = lambda i: gpus[i]
-"""
-"""torch as it is where there is CUDA, for what is asked of it before anything is compiled."""
-
-
 def fake_cuda(gpus: list[tuple[int, int]], cuda: str | None = "13.0", hip: str | None = None) -> str:
-    return FAKE_CUDA.format(cuda=cuda, hip=hip, gpus=gpus)
+    """torch as it is where there is CUDA, for what is asked of it before anything is compiled."""
+    return f"""
+import torch
+torch.version.cuda, torch.version.hip = {cuda!r}, {hip!r}
+torch.cuda.device_count = lambda: {len(gpus)}
+torch.cuda.get_device_capability = {gpus}.__getitem__
+"""
 
 
 @pytest.fixture
@@ -620,12 +601,9 @@ def test_cuda_is_compiled_for_the_gpus_of_the_machine_or_those_in_the_list(stand
 
 
 def test_the_time_that_is_told_is_that_of_each_kind_of_gpu(stand_in):
-    gpus, what = (
-        "import os; os.sched_getaffinity = lambda pid: {0, 1}" + fake_cuda([(7, 5), (7, 5)]),
-        "cuda.about_seconds()",
-    )
+    gpus = "import os; os.sched_getaffinity = lambda pid: {0, 1}" + fake_cuda([(7, 5), (7, 5)])
     machines = (gpus, NO_ARCHS), (gpus, {"TORCH_CUDA_ARCH_LIST": "7.5;8.0;9.0;12.0+PTX"})
-    assert of_each_cuda(stand_in, what, *machines) == ["60", "240"]
+    assert of_each_cuda(stand_in, "cuda.about_seconds()", *machines) == ["60", "240"]
 
 
 def test_names_of_the_files_tell_apart_what_must_not_be_confused(stand_in):
@@ -676,11 +654,8 @@ def test_a_build_for_more_gpus_serves(stand_in, tmp_path):
 
 
 def test_cuda_that_does_not_compile_is_a_sentence_and_the_cpu_module_is_untouched(stand_in, toolkit):
-    code = (
-        fake_cuda([(7, 5)])
-        + "print(build.CUDA.unavailable(), build.CUDA.unavailable_on((7, 5)), build.CPU.load().answer, sep='|')"
-    )
-    out, err = run(stand_in, code, CUDA_HOME=str(toolkit), **NO_ARCHS)
+    asked = "build.CUDA.unavailable(), build.CUDA.unavailable_on((7, 5)), build.CPU.load().answer, sep='|'"
+    out, err = run(stand_in, f"{fake_cuda([(7, 5)])}print({asked})", CUDA_HOME=str(toolkit), **NO_ARCHS)
     sentence, again, answer = out.split("|")
     assert sentence.startswith("the cuda backend's module did not compile (the compiler's messages are in ")
     assert again == sentence
@@ -714,17 +689,17 @@ print(*build._run_showing_progress([sys.executable, "-c", "import sys; " + steps
     assert run(stand_in, code.format(seconds=20))[1] == ""
 
 
-INSTRUCTION_SETS = [
-    ("AVX2", False, False, {"avx2"}),
-    ("AVX512", False, False, {"avx512"}),
-    ("AVX512", True, False, {"avx512", "avx512_bf16"}),
-    ("AVX512", True, True, {"avx512", "amx"}),  # Intel, whose bf16 is faster by fp32 where its tiles may not be used
-    ("DEFAULT", False, False, {"amx", "avx512_bf16", "avx512", "avx2", "portable"}),
-]
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
-@pytest.mark.parametrize(("best", "bf16", "tiles", "expected"), INSTRUCTION_SETS)
+@pytest.mark.parametrize(
+    ("best", "bf16", "tiles", "expected"),
+    [
+        ("AVX2", False, False, {"avx2"}),
+        ("AVX512", False, False, {"avx512"}),
+        ("AVX512", True, False, {"avx512", "avx512_bf16"}),
+        ("AVX512", True, True, {"avx512", "amx"}),  # Intel, whose bf16 is faster by fp32 without leave for tiles
+        ("DEFAULT", False, False, {"amx", "avx512_bf16", "avx512", "avx2", "portable"}),
+    ],
+)
 def test_first_use_compiles_what_this_machine_runs_and_build_the_rest(stand_in, best, bf16, tiles, expected):
     machine = f"""
 import torch

@@ -300,13 +300,10 @@ def test_why_a_device_cannot_be_used_is_one_line(monkeypatch):
 @pytest.mark.parametrize("output", ["closed", "full"])
 def test_an_output_that_takes_nothing_is_no_traceback(output):
     program = "import sys; from examples.training import exit_code; sys.exit(exit_code(lambda: print('x' * 99)))"
-    if output == "closed":
-        read, write = os.pipe()
-        os.close(read)
-    else:
-        write = os.open("/dev/full", os.O_WRONLY)
-    ended = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write if output == "closed" else "/dev/full", "wb") as file:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=file, stderr=subprocess.PIPE, text=True)
     assert "Traceback" not in ended.stderr
     if output == "closed":
         assert (ended.returncode, ended.stderr) == (141, "")

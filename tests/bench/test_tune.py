@@ -95,9 +95,8 @@ def test_each_fault_costs_its_backend_and_is_told(faulty, monkeypatch):
     assert set(ms) == {"lying", "torch"}
     assert ms["lying"] > 50
     assert choice.ranked(ms)[0] == "torch"
-    assert "wrong_numbers float32 forward: NOT USED: o of [2, 4, 80, 64] with 80 keys and no mask is off by 0.2" in str(
-        findings
-    )
+    told = "wrong_numbers float32 forward: NOT USED: o of [2, 4, 80, 64] with 80 keys and no mask is off by 0.2"
+    assert told in str(findings)
 
 
 @pytest.mark.parametrize(

@@ -469,10 +469,7 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"eos_token_id": [3, "4"]}, "eos_token_id must be an int, got '4'"),
         ({"eos_token_id": torch.tensor([3.0])}, "eos_token_id must be an int, got 3.0"),
         ({"eos_token_id": torch.ones(2, device="meta")}, "eos_token_id must hold numbers, got a meta tensor"),
-        (
-            {"max_length": 8},
-            "GenerationOptions() got an unexpected keyword argument 'max_length'; write max_new_tokens=",
-        ),
+        ({"max_length": 8}, "got an unexpected keyword argument 'max_length'; write max_new_tokens="),
         ({"num_beams": 2**63}, "num_beams must be below 2**63, got 9223372036854775808"),
     ],
     made(LanguageModel, CONFIG): [

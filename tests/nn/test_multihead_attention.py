@@ -384,10 +384,7 @@ def test_a_learned_mask_gets_its_gradient():
 def test_a_bias_by_distance_is_a_float_mask(attn_mask, need_weights, batch_first):
     module = MultiHeadAttention(8, 2, batch_first=batch_first)
     table = torch.randn(2, 5, requires_grad=True)
-    query, memory = (
-        torch.randn(*((3, 5) if batch_first else (5, 3)), 8),
-        torch.randn(*((3, 7) if batch_first else (7, 3)), 8),
-    )
+    query, memory = (torch.randn(*((3, n) if batch_first else (n, 3)), 8) for n in (5, 7))
     offset = attn_mask.q_offset if isinstance(attn_mask, Mask) else 0
 
     def bucket(distance: Tensor) -> Tensor:
@@ -413,12 +410,7 @@ def test_a_bias_by_distance_is_a_float_mask(attn_mask, need_weights, batch_first
 @pytest.mark.parametrize(
     ("options", "given", "error", "why"),
     [
-        (
-            {},
-            {"position_bias": torch.ones(5, 5)},
-            TypeError,
-            "a RelativeBias or None, got Tensor; a Tensor is attn_mask",
-        ),
+        ({}, {"position_bias": torch.ones(5, 5)}, TypeError, "RelativeBias or None, got Tensor; a Tensor is attn_mask"),
         ({}, {"attn_mask": torch.ones(5, 5)}, ValueError, "beside a mask that is added to the scores"),
         ({"add_zero_attn": True}, {}, ValueError, "nested tensors, pages or appended keys"),
     ],

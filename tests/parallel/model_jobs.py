@@ -320,10 +320,7 @@ def dropped(group: dist.ProcessGroup, how: str) -> float:
 def computed_again(group: dist.ProcessGroup, what: str) -> float:
     """The largest error of gradients where forwards that a backward in a block computes again were in other blocks."""
     torch.manual_seed(0)
-    x, masks = (
-        torch.randn(2, N, 16),
-        [Mask(real_keys=torch.arange(N) < torch.tensor([[N - i], [N - 7]])) for i in (1, 9)],
-    )
+    x, masks = torch.randn(2, N, 16), [Mask.from_lengths((N - i, N - 7), N) for i in (1, 9)]
     plans = [make_plan(mask, N, group) for mask in masks]
     layer = fastattn.nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
     transformer = fastattn.Transformer(16, 4, 1, 1, 32, 0.0, batch_first=True)

@@ -375,8 +375,7 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
             if False in ours:
                 outermost.set_attn_implementation(IMPLEMENTATION)
         except (ValueError, ImportError) as error:
-            for module, implementation in before.items():
-                module.config._attn_implementation = implementation
+            _restore(before)
             refused[prefix] = str(error)
             continue
         if any(implementation != module.config._attn_implementation for module, implementation in before.items()):
@@ -405,13 +404,24 @@ def switch_back(model: nn.Module) -> None:
     """Gives every model of transformers in `model` the implementation that it had before `switch`, and unpacks it."""
     from . import packed_transformers
 
-    for module in model.modules():
-        if _MEMORY in vars(module):
-            module.config._attn_implementation = vars(module).pop(_MEMORY).implementation
+    changed = [module for module in model.modules() if _MEMORY in vars(module)]
+    _restore({module: vars(module).pop(_MEMORY).implementation for module in changed})
     packed_transformers.unpack(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == PACKED:  # by name, by no swap
             packed_transformers.pack(module, packed_transformers.calls_of(module))
+
+
+def _restore(before: dict[nn.Module, str]) -> None:
+    """Gives the config of each module this implementation: the outer ones first, since each sets those inside of it."""
+    for module, implementation in sorted(before.items(), key=lambda entry: -_size(entry[0].config)):
+        module.config._attn_implementation = implementation
+
+
+def _size(config: PreTrainedConfig) -> int:
+    """How many configs a config is made of."""
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return 1 + sum(_size(x) for x in inner if isinstance(x, PreTrainedConfig))
 
 
 def has_other_forward(module: nn.Module) -> bool:

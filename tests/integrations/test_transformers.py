@@ -645,6 +645,19 @@ def test_unswap_gives_the_implementation_back(implementation):
     assert not any("fastattn" in name for module in model.modules() for name in vars(module))
 
 
+def test_unswap_gives_parts_theirs_back_in_any_order():
+    """The decoder has the configuration of the whole, which sets those of the backbones that come before it."""
+    with torch.device("meta"):
+        config = transformers.GroundingDinoConfig(backbone_config=transformers.SwinConfig(out_indices=[2, 3, 4]))
+        model = transformers.GroundingDinoModel(config)
+    pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    before = [module.config._attn_implementation for module in pretrained]
+    assert set(before) == {"sdpa", "eager"}
+    fastattn.swap(model)
+    fastattn.unswap(model)
+    assert [module.config._attn_implementation for module in pretrained] == before
+
+
 def test_unswap_gives_each_tower_its_own_back():
     model = BY_FAMILY["CLIP"].make()
     model.text_model.set_attn_implementation("fastattn")

@@ -499,20 +499,22 @@ class _Attention(Function):
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         tensors, ctx.constants = inputs[:_TENSORS], inputs[_TENSORS:]
-        tensors = (*_to_save(tensors), *output)
+        q, k, v, *others = _to_save(tensors)
+        tensors = q, k, v, *output, *others  # in the order of the others, by which a checkpoint may compute it again
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)  # the same: vmap remembers what was saved last
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, *others, o, lse = ctx.saved_tensors  # which refuses those that were changed since
+        q, k, v, o, lse, *others = ctx.saved_tensors  # which refuses those that were changed since
         wanted = ctx.needs_input_grad[:6]
         result = gradients((do, dlse, q, k, v, o, lse, *others[:3], *wanted, *others[3:], *ctx.constants))
         return *(g if w else None for g, w in zip(result, wanted, strict=True)), *_NO_GRADIENTS
 
     @staticmethod
     def jvp(ctx, *tangents):
-        primals, spec = _primals((*ctx.saved_tensors[:_TENSORS], *ctx.constants))
+        q, k, v, _, _, *others = ctx.saved_tensors
+        primals, spec = _primals((q, k, v, *others, *ctx.constants))
         return derivatives.forward_tangents(primals, tangents[:6], spec)
 
 

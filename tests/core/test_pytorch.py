@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -618,6 +619,25 @@ def test_checkpointing_recomputes_the_same_dropout(use_reentrant, dropout_p, bac
     saved = outputs(lambda *x: checkpoint(attend, *x, use_reentrant=use_reentrant))
     for a, b in zip(plain, saved, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_checkpointing_computes_again_what_somebody_watches_once(weights, watched):
+    """What is saved for the backward is the same with and without a profiler, and comes in the same order."""
+    inputs = leaves(*(x.float() for x in (Q, K, V)))
+    mask, bias = Mask(real_keys=REAL_KEYS), torch.randn(1, 1, 1, K.shape[2], requires_grad=True)
+
+    def loss(q, k, v):
+        if weights:
+            return sum(x.square().sum() for x in fastattn.attention_with_weights(q, k, v, mask, bias=bias))
+        return fastattn.attention(q, k, v, mask, bias=bias).square().sum()
+
+    with FlopCounterMode(display=False) if watched == "forward" else nullcontext():
+        actual = checkpoint(loss, *inputs, use_reentrant=False)
+    with FlopCounterMode(display=False) if watched == "backward" else nullcontext():
+        actual = torch.autograd.grad(actual, (*inputs, bias))
+    torch.testing.assert_close(actual, torch.autograd.grad(loss(*inputs), (*inputs, bias)))
 
 
 @pytest.mark.parametrize("backend", FUSED_ON_CPU)

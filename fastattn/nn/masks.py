@@ -159,6 +159,8 @@ def can_look_at(mask: Tensor) -> bool:
     """Whether the values can be read now, and no derivative with respect to them is taken."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or mask.is_meta or type(mask) is not Tensor:
         return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # of make_fx
+        return False
     if mask.requires_grad or forward_ad.unpack_dual(mask).tangent is not None:
         return False
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.func import jvp, linearize
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules import module as hooks_of_all
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
@@ -602,6 +604,19 @@ def test_what_nested_tensors_cannot_have(layout):
     else:
         with pytest.raises(ValueError, match="is_causal must be None beside a Mask, got a bool"):
             stack_of("Encoder")(x, Mask(causal=True), is_causal=True)
+
+
+@pytest.mark.parametrize("trace", [lambda f, x: make_fx(f)(x), lambda f, x: linearize(f, x)[1]])
+def test_a_padded_batch_is_traced(trace):
+    """What is traced is of every batch: nothing may depend on which tokens are padding."""
+    encoder, x = randomised(TransformerEncoder(layer_of(TransformerEncoderLayer), 2)), normal(B, L, E)
+
+    def output(x: Tensor) -> Tensor:
+        return encoder(x, src_key_padding_mask=PADDINGS["right"])
+
+    given = normal(B, L, E, seed=1)
+    expected = output(given) if isinstance(traced := trace(output, x), nn.Module) else jvp(output, (x,), (given,))[1]
+    assert_same(traced(given), expected)
 
 
 @pytest.mark.parametrize("name", ["Encoder", "Decoder"])

@@ -13,7 +13,7 @@ from .. import blocks
 from ..api import attention, attention_with_weights
 from ..spec import Mask, RelativeBias, explaining, is_jagged, refuse_unknown
 from .cache import AttentionCache
-from .checks import check_heads, check_ints, check_probability, refuse_proxy
+from .checks import check_dense, check_heads, check_ints, check_probability
 from .masks import canonical_mask, check_hint
 from .pages import PagedLayer
 from .positions import Rotation
@@ -194,7 +194,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
             TypeError, ValueError: an argument that torch does not have is malformed.
         """
-        refuse_proxy(query)
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+            for name, x in (("query", query), ("key", key), ("value", value)):
+                check_dense(name, x)
         if unknown:
             refuse_unknown(MultiHeadAttention.forward, unknown, _IN_CALLS)
         if position_bias is not None:
@@ -251,7 +253,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
         plan = None
         if (block := blocks.current()) is not None:
             objection = None if cache is None else "cache must be None in a context_parallel block, got one"
-            plan = block.within(cross=query is not key, objection=objection)
+            # Hooks of gradients and fully_shard hand on views of the inputs, one for each.
+            alike = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
+            plan = block.within(cross=not alike, objection=objection)
         o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights, plan)
         if weights is not None and not batched:
             weights = weights[0]

@@ -71,20 +71,18 @@ def check_ids(size: int, **ids: object) -> None:
 
 
 def check_dense(name: str, x: object) -> None:
-    """Raises where `x` is not a Tensor, or a nested or sparse one."""
-    refuse_proxy(x)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-    if not is_dense(x):
-        raise ValueError(f"{name} must be dense, got {'a nested Tensor' if x.is_nested else x.layout}")
+    """Raises where `x` is not a Tensor, or a nested or sparse one, or what torch.fx traces with.
 
-
-def refuse_proxy(x: object) -> None:
-    """Raises where torch.fx traces, which takes torch.nn's classes of the same names whole, and no others."""
+    torch.fx takes torch.nn's classes of the same names whole, and no others.
+    """
     if isinstance(x, torch.fx.Proxy):
         raise NotImplementedError(
             "torch.fx cannot trace modules of fastattn: trace the model of torch.nn, and fastattn.swap what comes of it"
         )
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if not is_dense(x):
+        raise ValueError(f"{name} must be dense, got {'a nested Tensor' if x.is_nested else x.layout}")
 
 
 def check_tensor(name: str, x: object, kind: str, shape: tuple[int | str, ...]) -> None:

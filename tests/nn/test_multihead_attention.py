@@ -421,6 +421,13 @@ def test_what_a_bias_by_distance_cannot_be(options, given, error, why):
         module(x, x, x, **{"position_bias": RelativeBias(torch.zeros(2, 9)), **given})
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_no_tensor_is_refused_by_name(name):
+    x = torch.ones(5, 3, 8)
+    with pytest.raises(TypeError, match=f"{name} must be a Tensor, got list"):
+        MultiHeadAttention(8, 2)(**{**dict.fromkeys(("query", "key", "value"), x), name: [1.0]})
+
+
 def test_a_mask_has_its_tangent():
     theirs, ours = pair(8, 2, batch_first=True)
     x, mask, tangent = normal(2, 4, 8), torch.zeros(4, 4).double(), normal(4, 4, seed=1)

@@ -137,8 +137,13 @@ def _weighted(x: Tensor) -> Tensor:
     return (x * torch.linspace(-1, 1, x.shape[-1])).sin().sum()
 
 
-def of_modules(group: dist.ProcessGroup, kind: str, what: str, product: bool = False) -> dict[str, Tensor]:
-    """Models of fastattn.nn and torch.nn. product: of two algorithms, on a mesh of two dimensions."""
+def of_modules(
+    group: dist.ProcessGroup, kind: str, what: str, product: bool = False, hooked: bool = False
+) -> dict[str, Tensor]:
+    """Models of fastattn.nn and torch.nn. product: of two algorithms, on a mesh of two dimensions.
+
+    hooked: with hooks of gradients, which have a module compute with other tensors than those that it is called with.
+    """
     torch.manual_seed(0)
     mask, layout = mask_of(what, causal="encoder" not in kind), LAYOUTS[len(kind + what) % 3]
     how = {"mesh": group}
@@ -195,6 +200,8 @@ def of_modules(group: dist.ProcessGroup, kind: str, what: str, product: bool = F
 
     if package is nn:
         fastattn.swap(model)
+    for module in model.modules() if hooked else ():
+        module.register_full_backward_hook(lambda *_: None)
 
     def mine() -> Tensor:
         with context_parallel(plan, source=source):

@@ -55,6 +55,10 @@ def test_modules(ranks, kind, what, size):
     check(ranks.run("model_jobs.of_modules", size, kind=kind, what=what))
 
 
+def test_modules_with_hooks_of_gradients(ranks):
+    check(ranks.run("model_jobs.of_modules", 2, kind="torch transformer", what="padding", hooked=True))
+
+
 @pytest.mark.parametrize("what", ["padding", "documents"])
 def test_two_algorithms(ranks, what):
     check(ranks.run("model_jobs.of_modules", 4, kind="transformer", what=what, product=True))

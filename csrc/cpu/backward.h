@@ -153,6 +153,10 @@ FASTATTN_ONCE void assign_products_of_few(float* to, int64_t n, int64_t d, Rows 
       }
       products[j] = sums_of_lanes(of_rows);
     }
+    if (n_few == 1) {
+      for (int64_t row = 0; row < lesser(kLanes, n - i); ++row) store(to + (i + row) * kLanes, splat(products[0][row]));
+      continue;
+    }
     transpose(products);
     for (int64_t row = 0; row < lesser(kLanes, n - i); ++row) store(to + (i + row) * kLanes, products[row]);
   }

@@ -148,6 +148,17 @@ FASTATTN_ONCE Floats widen_few(const Element* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) lanes[i] = from[i];
   return widen(lanes);
 }
+#if FASTATTN_LANES == 16  // of which head dims such as 40 and 72 fill half
+FASTATTN_INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+FASTATTN_INLINE Halves few_halves(const uint16_t* p, int64_t n) {
+  return (Halves)_mm256_maskz_loadu_epi16(first_lanes(n), p);
+}
+FASTATTN_INLINE Floats widen_few(const float* p, int64_t n) { return (Floats)_mm512_maskz_loadu_ps(first_lanes(n), p); }
+FASTATTN_INLINE Floats widen_few(const BFloat16* p, int64_t n) {
+  return (Floats)(widened_bits(few_halves(&p->bits, n)) << 16);
+}
+FASTATTN_INLINE Floats widen_few(const Float16* p, int64_t n) { return widen_halves(few_halves(&p->bits, n)); }
+#endif
 template <class Element>
 FASTATTN_INLINE Floats widen_lanes(const Element* from, int64_t n) {
   return n >= kLanes ? widen(from) : widen_few(from, n);
@@ -168,6 +179,9 @@ FASTATTN_ONCE void narrow_few(Element* to, Floats x, int64_t n) {
   narrow(lanes, x);
   for (int64_t i = 0; i < n; ++i) to[i] = lanes[i];
 }
+#if FASTATTN_LANES == 16
+FASTATTN_INLINE void narrow_few(float* p, Floats x, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), (__m512)x); }
+#endif
 template <class Element>
 FASTATTN_INLINE void narrow_lanes(Element* to, Floats x, int64_t n) {
   n >= kLanes ? narrow(to, x) : narrow_few(to, x, n);

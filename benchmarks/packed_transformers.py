@@ -52,7 +52,7 @@ def main() -> None:
     folder = bundled_model()
     model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
     sentences = sentences_in(documentation())
-    batches = Batches.of(sentences[:SENTENCES], AutoTokenizer.from_pretrained(folder), BATCH, "cpu")
+    batches = Batches.of(sentences[:SENTENCES], AutoTokenizer.from_pretrained(folder), BATCH, 512, "cpu")
     fill = batches.real / batches.padded
     models = {"transformers": model, "swapped": copy.deepcopy(model), "packed": copy.deepcopy(model)}
     fastattn.swap(models["swapped"])

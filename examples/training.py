@@ -20,10 +20,9 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +41,7 @@ except ImportError:  # Windows
 
 Batch = TypeVar("Batch")
 _Parts = dict[str, nn.Module | Optimizer | LRScheduler]
+_OF_THE_RUN = ("program", "data", "output", "epochs", "seed", "checkpoint_every", "device")
 
 
 class InputError(Exception):
@@ -80,8 +80,16 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_arguments(cls, args: argparse.Namespace, settings: dict[str, Any]) -> Run:
-        """The run that the options of `add_arguments` describe."""
+    def from_arguments(cls, args: argparse.Namespace, data: object, **settings: Any) -> Run:
+        """The run that the options of `add_arguments` describe; all others, `settings` and the data are its settings.
+
+        Args:
+            args: the options; those in `_OF_THE_RUN` may change between stop and resume, as long as the data do not.
+            data: what it trains on, as plain Python data.
+            settings: others, or other values of some.
+        """
+        settings = {name: value for name, value in vars(args).items() if name not in _OF_THE_RUN} | settings
+        settings["training_data_sha256"] = fingerprint(data)
         return cls(Path(args.output), args.epochs, args.seed, args.checkpoint_every, settings)
 
     @property
@@ -106,6 +114,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: str, epochs: int) 
     group.add_argument("--seed", type=seed, default=0, metavar="N", help="default: 0")
     group.add_argument("--checkpoint-every", type=positive_int, default=200, metavar="STEPS", help="default: 200")
     group.add_argument("--device", type=device, default="cpu", help="default: cpu")
+
+
+def add_number(
+    group: argparse._ActionsContainer, name: str, default: float, meaning: str = "",
+    kind: Callable[[str], float] | None = None,
+) -> None:  # fmt: skip
+    """Adds an option for a number to the parser, `positive_int` unless `kind` says another one."""
+    told, metavar = f"{meaning}; " * bool(meaning) + f"default: {default}", "X" if kind else "N"
+    group.add_argument(name, type=kind or positive_int, default=default, metavar=metavar, help=told)
 
 
 def positive_int(text: str) -> int:
@@ -226,7 +243,6 @@ def train(
     if schedule is not None:
         parts["schedule"] = schedule
     settings = {"seed": run.seed, **run.settings}
-    about = _about(run, model)
     with _alone_in(run.folder), _Display(run.epochs) as display:
         place = _restore(run.checkpoint, parts, settings) if run.checkpoint.exists() else _Place()
         started, seconds_before = time.perf_counter(), place.seconds
@@ -271,9 +287,9 @@ def train(
                 raise FloatingPointError(f"the figures must be finite, got {', '.join(wrong)} in epoch {place.epoch}")
             display.say(place.end_epoch(figures))
             keep()
-            _write_metrics(run, about, place)
+            _write_metrics(run, model, place)
         model.eval()
-        return _write_metrics(run, about, place)
+        return _write_metrics(run, model, place)
 
 
 @contextmanager
@@ -335,7 +351,8 @@ class _Place:
 def _save(path: Path, parts: _Parts, settings: dict[str, Any], place: _Place) -> None:
     """Writes a checkpoint atomically: a run that is killed meanwhile keeps the one before."""
     state = {name: part.state_dict() for name, part in parts.items()}
-    state |= {"settings": settings, "place": vars(place), "rng": _rng_state()}
+    rng = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all(), "python": random.getstate()}
+    state |= {"settings": settings, "place": vars(place), "rng": rng}
     temporary = path.with_suffix(".partial")
     try:
         torch.save(state, temporary)
@@ -360,7 +377,10 @@ def _restore(path: Path, parts: _Parts, settings: dict[str, Any]) -> _Place:
             part.load_state_dict(state[name])
     except (RuntimeError, ValueError, KeyError) as error:
         raise InputError(f"{path} must be of this model, got another one: {_first_line(error)}") from error
-    _set_rng_state(state["rng"])
+    torch.set_rng_state(state["rng"]["torch"])
+    if len(state["rng"]["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+    random.setstate(state["rng"]["python"])
     return _Place(**state["place"])
 
 
@@ -384,36 +404,17 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _rng_state() -> dict[str, Any]:
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": random.getstate(),
-    }
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    random.setstate(state["python"])
-
-
-def _about(run: Run, model: nn.Module) -> dict[str, Any]:
-    """The command, the settings, the machine and the size of the model of a run."""
-    return {
-        "command": shlex.join(["python", *_module_options(), *sys.argv[1:]]),
+def _write_metrics(run: Run, model: nn.Module, place: _Place) -> dict[str, Any]:
+    """Writes and returns the description of a run and its results."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]  # or its file
+    metrics = {
+        "command": shlex.join(["python", *program, *sys.argv[1:]]),
         "seed": run.seed,
         "settings": run.settings,
         "machine": machine(next(model.parameters()).device.type),
         "versions": versions(),
         "parameters": sum(p.numel() for p in model.parameters()),
-    }
-
-
-def _write_metrics(run: Run, about: dict[str, Any], place: _Place) -> dict[str, Any]:
-    """Writes and returns the description of a run and its results."""
-    metrics = about | {
         "written": now(),
         "epochs": place.epoch - 1,
         "steps": place.step,
@@ -441,33 +442,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def _module_options() -> list[str]:
-    """The arguments of Python that started the program: ["-m", "examples.NAME"], or its file."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
-
-
-class _Display:
+class _Display(Progress):
     """A progress bar where stderr is a terminal, and a line every 100 steps elsewhere."""
 
     def __init__(self, epochs: int) -> None:
-        self.epochs = epochs
-        self.console = Console(stderr=True, soft_wrap=True, highlight=False)
-        self.bar = None
-        if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=self.console, transient=True)
-            self.task = self.bar.add_task("")
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.epochs, self.task = epochs, self.add_task("")
 
-    def __enter__(self) -> _Display:
-        (self.bar or nullcontext()).__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        (self.bar or nullcontext()).__exit__(kind, error, traceback)
-        if isinstance(error, KeyboardInterrupt):
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if isinstance(raised[1], KeyboardInterrupt):
             self.say("the same command resumes this run at its last checkpoint")
 
     def show(self, place: _Place, batches: int, seconds: float) -> None:
@@ -475,9 +461,8 @@ class _Display:
             f"epoch {place.epoch}/{self.epochs}  loss {place.mean_loss:.3f}  "
             f"{place.tokens / max(seconds, 1e-9):.0f} tokens/s"
         )
-        if self.bar:
-            self.bar.update(self.task, description=line, completed=place.batch, total=batches)
-        elif place.step % 100 == 0:
+        self.update(self.task, description=line, completed=place.batch, total=batches)
+        if self.disable and place.step % 100 == 0:
             self.say(f"{line}  batch {place.batch}/{batches}")
 
     def say(self, line: str) -> None:

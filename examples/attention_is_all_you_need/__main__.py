@@ -32,25 +32,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text.add_argument("--source", default="de", metavar="LANGUAGE", help="default: de")
     text.add_argument("--target", default="en", metavar="LANGUAGE", help="default: en")
     text.add_argument("--vocabulary", choices=(Words.kind, BytePairs.kind), default=Words.kind, help="default: words")
-    add_number(text, "--min-frequency", 2)
-    add_number(text, "--max-size", 10000)
-    add_number(text, "--max-length", 100)
+    training.add_number(text, "--min-frequency", 2)
+    training.add_number(text, "--max-size", 10000)
+    training.add_number(text, "--max-length", 100)
     model = parser.add_argument_group("model")
     for name, default in zip(MODEL, (64, 128, 2, 4, 16, 16), strict=True):
-        add_number(model, f"--{name.replace('_', '-')}", default)
+        training.add_number(model, f"--{name.replace('_', '-')}", default)
     model.add_argument("--dropout", type=training.probability, default=0.1, help="default: 0.1")
     optimisation = parser.add_argument_group("optimisation")
-    add_number(optimisation, "--tokens", 2000)
+    training.add_number(optimisation, "--tokens", 2000)
     # The made-up pairs are one batch, so an epoch is a step: the paper's 4000 would learn nothing in hundreds.
-    add_number(optimisation, "--warmup", 100)
+    training.add_number(optimisation, "--warmup", 100)
     optimisation.add_argument("--label-smoothing", type=training.probability, default=0.1, help="default: 0.1")
     training.add_arguments(parser, output="runs/attention_is_all_you_need", epochs=200)
     args = parser.parse_args(arguments)
     return training.exit_code(lambda: train(args))
-
-
-def add_number(group: argparse._ArgumentGroup, name: str, default: int) -> None:
-    group.add_argument(name, type=training.positive_int, default=default, metavar="N", help=f"default: {default}")
 
 
 def train(args: argparse.Namespace) -> None:
@@ -90,12 +86,10 @@ def train(args: argparse.Namespace) -> None:
             "valid_bleu": bleu(translate(model, vocabularies, sources), targets, lowercase=True)[0].score,
         }
 
-    settings = {name: value for name, value in vars(args).items() if name not in _OF_THE_RUN}
-    settings["training_data_sha256"] = training.fingerprint(data)
     metrics = training.train(
         model,
         optimizer,
-        run=training.Run.from_arguments(args, settings),
+        run=training.Run.from_arguments(args, data),
         batches=lambda generator: bucketed(data, args.tokens, generator),
         loss=loss,
         evaluate=evaluate,
@@ -112,10 +106,6 @@ def train(args: argparse.Namespace) -> None:
         f"{by_heart:.1f} on {len(learnt)} that it learnt from, {size:.1f} M parameters, "
         f"{metrics['epochs']} epochs, {metrics['seconds']} s, {metrics['tokens_per_second']} tokens/s"
     )
-
-
-# These may change between stop and resume, as long as they give the same data.
-_OF_THE_RUN = ("data", "output", "epochs", "seed", "checkpoint_every", "device")
 
 
 def batch_loss(model: Transformer, batch: Batch, label_smoothing: float = 0.0) -> training.Loss:

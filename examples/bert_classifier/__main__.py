@@ -6,10 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from examples import rt_polarity, training
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fine_tune(args: argparse.Namespace) -> None:
     """Trains as the arguments say, and prints the accuracy on the test reviews."""
     training.seed_everything(args.seed)
-    train, test = rt_polarity.load(args.data, args.seed)
+    parts = rt_polarity.load(args.data, args.seed)
     folder = Path(args.checkpoint) if args.checkpoint else checkpoint.minilm()
     model = checkpoint.load(folder, num_labels=2).to(args.device)
     longest = model.bert.config.max_position_embeddings
@@ -52,35 +51,15 @@ def fine_tune(args: argparse.Namespace) -> None:
         attention_mask = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
         return model(input_ids.to(args.device), attention_mask.to(args.device)), sum(map(len, ids))
 
-    optimizer = torch.optim.AdamW(_decayed(model, 0.01), lr=args.lr)
-    steps = args.epochs * -(-len(train) // args.batch_size)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_up_and_fall(step, steps))
-    settings = {name: getattr(args, name) for name in ("batch_size", "max_length", "lr", "epochs")}
-    settings |= {"checkpoint": str(folder), "training_data_sha256": training.fingerprint(train)}
-    metrics = training.train(
-        model,
-        optimizer,
-        run=training.Run.from_arguments(args, settings),
-        batches=lambda generator: rt_polarity.batches(train, args.batch_size, generator),
-        loss=lambda batch: rt_polarity.loss(logits, batch),
-        evaluate=lambda epoch: {"accuracy": rt_polarity.accuracy(logits, test)},
-        schedule=schedule,
-        clip_norm=1.0,
+    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+    decays = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]  # not biases, norms
+    optimizer = torch.optim.AdamW(decays, lr=args.lr)
+    steps = args.epochs * -(-len(parts[0]) // args.batch_size)
+    warm_up = max(1, round(0.1 * steps))  # in a line up from 0, and in a line down to 0 again
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm_up, max(0.0, (steps - step) / max(1, steps - warm_up)))
     )
-    print(rt_polarity.summary(metrics, test))
-
-
-def _decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters in two groups: matrices, which decay, and biases and norms, which do not."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def _warm_up_and_fall(step: int, steps: int) -> float:
-    """The share of the highest learning rate: in a line up from 0, and in a line down to 0 again."""
-    warm_up = max(1, round(0.1 * steps))
-    return min((step + 1) / warm_up, max(0.0, (steps - step) / max(1, steps - warm_up)))
+    rt_polarity.fit(model, optimizer, logits, parts, args, schedule, epochs=args.epochs, checkpoint=str(folder))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ def load_weights(model: BertClassifier, theirs: dict[str, Tensor], source: str =
     Raises:
         InputError: they are not those of this model.
     """
-    theirs = {_modern_name(name): tensor for name, tensor in theirs.items()}
+    theirs = {n.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight"): x for n, x in theirs.items()}
+    theirs = {n.replace("LayerNorm.beta", "LayerNorm.bias"): x for n, x in theirs.items()}
     ours = {}
     for name, shape in ((name, list(p.shape)) for name, p in model.named_parameters()):
         parts = their_names(name)
@@ -148,8 +149,3 @@ def their_names(name: str) -> list[str]:
         return [f"encoder.layer.{number}.{module}.{kind}" for module in QUERY_KEY_VALUE]
     module, _, kind = inside.rpartition(".")
     return [f"encoder.layer.{number}.{IN_EACH_LAYER[module]}.{kind}"]
-
-
-def _modern_name(name: str) -> str:
-    name = name.removeprefix("bert.")
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -72,9 +72,7 @@ class MultiHeadAttention(nn.Module):
             nn.init.xavier_normal_(getattr(self, f"W{name}"))
 
     def forward(
-        self,
-        inputs: Tensor | Sequence[Tensor],
-        mask: Tensor | Sequence[Tensor | None] | None = None,
+        self, inputs: Tensor | Sequence[Tensor], mask: Tensor | Sequence[Tensor | None] | None = None
     ) -> Tensor:
         """The output [B, n_q, feature_num].
 

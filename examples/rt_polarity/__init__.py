@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ..training import InputError, Loss, batches_of_alike, positive_int
+from ..training import InputError, Loss, Run, batches_of_alike, positive_int, train
 
 TINY = Path(__file__).parent / "data"
 """Sentences that we made up, in the layout and the encoding of the real ones."""
@@ -100,9 +102,28 @@ def accuracy(logits: Logits, reviews: list[Review], batch_size: int = 64) -> flo
     return right / len(reviews)
 
 
-def summary(metrics: dict[str, Any], test: list[Review]) -> str:
-    """One line on a finished run, from what `training.train` returned."""
-    return (
+def fit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    logits: Logits,
+    parts: tuple[list[Review], list[Review]],
+    args: argparse.Namespace,
+    schedule: LRScheduler | None = None,
+    **settings: Any,
+) -> None:
+    """Trains the model as the options and further settings say, and prints the accuracy on the test reviews."""
+    reviews, test = parts
+    metrics = train(
+        model,
+        optimizer,
+        run=Run.from_arguments(args, reviews, **settings),
+        batches=lambda generator: batches(reviews, args.batch_size, generator),
+        loss=lambda batch: loss(logits, batch),
+        evaluate=lambda epoch: {"accuracy": accuracy(logits, test)},
+        schedule=schedule,
+        clip_norm=1.0,
+    )
+    print(
         f"accuracy = {metrics['history'][-1]['accuracy']:.3f} on {len(test)} test sentences after "
         f"{metrics['epochs']} epochs, {metrics['seconds']} s, {metrics['tokens_per_second']} tokens/s"
     )

@@ -7,7 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +36,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(args: argparse.Namespace) -> None:
     """Trains a model, and judges the epoch that was best on the held-out part by the test part."""
-    sizes = {name: getattr(args, name) for name in (*SIZES, "dropout")}
-    recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
-    about = {"corpus": args.corpus, "seed": args.seed}
-    tokenizing = {name: getattr(args, name) for name in ("unit", "vocabulary", "min_frequency", "max_tokens")}
-
     if args.max_tokens > model.MAX_TOKENS:
         raise InputError(f"max_tokens must be at most {model.MAX_TOKENS}, got {args.max_tokens}")
     corpus = reviews.load(args.corpus, args.data, args.seed)
     texts = [review.text for review in corpus.train]
     tokenizer = tokens.train(texts, args.unit, args.vocabulary, args.min_frequency)
     training.seed_everything(args.seed)
-    classifier = model.build(tokenizer.get_vocab_size(), **sizes)
+    classifier = model.build(tokenizer.get_vocab_size(), **{name: getattr(args, name) for name in (*SIZES, "dropout")})
     if args.vectors:
         known = model.use_vectors(classifier, args.vectors, tokenizer.get_vocab())
         print(f"{known} of {tokenizer.get_vocab_size()} tokens have a vector in {args.vectors}")
     examples = Examples.of(corpus.train, tokenizer, args.max_tokens)
     held_out = Examples.of(corpus.held_out, tokenizer)
-    settings = {**about, **tokenizing, **sizes, **asdict(recipe), "vectors": args.vectors and str(args.vectors)}
-    settings["data_sha256"] = training.fingerprint((examples.to_lists(), held_out.to_lists()))
-    run = Run.from_arguments(args, settings)
+    data = [([ids.tolist() for ids in part.ids], part.labels.tolist()) for part in (examples, held_out)]
+    run = Run.from_arguments(args, data, vectors=args.vectors and str(args.vectors))
+    recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
+    about = {"corpus": args.corpus, "seed": args.seed}
     fit(classifier.to(args.device), tokenizer, examples, held_out, recipe, run, about)
     args.model = run.folder
     test(args)

@@ -30,10 +30,6 @@ class Examples:
         tokenized = tokenize(tokenizer, [review.text for review in reviews], max_tokens)
         return cls([torch.tensor(each.ids) for each in tokenized], torch.tensor([review.label for review in reviews]))
 
-    def to_lists(self) -> tuple[list[list[int]], list[int]]:
-        """The ids, and the labels."""
-        return [ids.tolist() for ids in self.ids], self.labels.tolist()
-
     def batch(self, which: list[int]) -> tuple[Tensor, Tensor]:
         """ids [B, n], padded at their ends, and labels [B]."""
         ids = nn.utils.rnn.pad_sequence([self.ids[i] for i in which], batch_first=True, padding_value=PADDING)
@@ -70,14 +66,11 @@ def fit(
     recipe: Recipe,
     run: Run,
     about: dict[str, Any],
-) -> dict[str, Any]:
+) -> None:
     """Trains the model, resuming the run, and saves the model of the epoch with the best held-out accuracy.
 
     Args:
         about: what `models.save` writes about the model besides its accuracy.
-
-    Returns:
-        The metrics of `training.train`.
     """
     device = next(model.parameters()).device
     if not run.checkpoint.exists():
@@ -103,7 +96,7 @@ def fit(
             models.save(model, tokenizer, run.folder, {**about, "epoch": epoch, **figures})
         return figures
 
-    return training.train(
+    training.train(
         model,
         optimizer,
         run=run,

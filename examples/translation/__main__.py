@@ -28,12 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, add, run, purpose in (
         ("train", add_train_arguments, run_train, "train a model, or go on with a run that was stopped"),
-        (
-            "translate",
-            _add_translate_arguments,
-            run_translate,
-            "translate a file, a pipe, or what you type",
-        ),
+        ("translate", _add_translate_arguments, run_translate, "translate a file, a pipe, or what you type"),
         ("evaluate", _add_evaluate_arguments, run_evaluate, "BLEU on two parallel files, by beam search"),
         ("speed", add_speed_arguments, run_speed, "time training steps beside the same model on torch.nn's layers"),
     ):

@@ -28,15 +28,7 @@ from fastattn import Mask
 from ..training import InputError, exit_code, inverse_sqrt, positive_int, seed, seed_everything
 from .batches import Batch, bucketed, collate
 from .text import PAD
-from .train import (
-    CLIP_NORM,
-    add_model_arguments,
-    encode_some,
-    make_model,
-    make_optimizer,
-    make_vocabularies,
-    read_pairs,
-)
+from .train import CLIP_NORM, add_model_arguments, make_model, make_optimizer, training_data
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,9 +55,7 @@ def losses(args: argparse.Namespace, mesh: DeviceMesh | None) -> Iterator[float]
     if args.dropout:
         raise InputError(f"--dropout must be 0 on several processes, got {args.dropout}")
     seed_everything(args.seed)  # so that all processes begin with the same weights
-    pairs = read_pairs(args.data, args.train)
-    vocabularies = make_vocabularies(args, pairs)
-    data = encode_some(args.train, pairs, vocabularies, args.max_length)
+    _, vocabularies, data = training_data(args)
     model = make_model(args, vocabularies)
     if mesh is not None:
         for layer in (*model.encoder.layers, *model.decoder.layers):

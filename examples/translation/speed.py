@@ -16,16 +16,7 @@ from fastattn.bench.timing import Call, interleave
 from ..training import InputError, positive_int, seed, seed_everything
 from .batches import Batch, bucketed, collate
 from .text import PAD
-from .train import (
-    CLIP_NORM,
-    add_model_arguments,
-    batch_loss,
-    encode_some,
-    make_model,
-    make_optimizer,
-    make_vocabularies,
-    read_pairs,
-)
+from .train import CLIP_NORM, add_model_arguments, batch_loss, make_model, make_optimizer, training_data
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +70,7 @@ Model = OnTorch | fastattn.nn.Seq2SeqModel
 def run_speed(args: argparse.Namespace) -> None:
     """Prints the tokens per second of both models, and their ratio."""
     seed_everything(args.seed)
-    pairs = read_pairs(args.data, args.train)
-    vocabularies = make_vocabularies(args, pairs)
-    data = encode_some(args.train, pairs, vocabularies, args.max_length)
+    _, vocabularies, data = training_data(args)
     order = bucketed(data, args.tokens, torch.Generator().manual_seed(args.seed))
     batches = [collate([data[i] for i in indices]) for indices in order[: args.batches]]
     ours = make_model(args, vocabularies)

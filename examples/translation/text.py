@@ -221,9 +221,7 @@ class Vocabularies:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Vocabularies:
-        source, *target = (_vocabulary(content[name]) for name in ("source", "target") if name in content)
+        kinds: dict[str, type[Vocabulary]] = {kind.kind: kind for kind in (Words, BytePairs)}
+        saved = (content[name] for name in ("source", "target") if name in content)
+        source, *target = (kinds[side["kind"]].from_json(side) for side in saved)
         return cls(source, *(target or [source]))
-
-
-def _vocabulary(content: dict[str, Any]) -> Vocabulary:
-    return {kind.kind: kind for kind in (Words, BytePairs)}[content["kind"]].from_json(content)

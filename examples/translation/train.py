@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,9 @@ from ..training import (
     Loss,
     Run,
     add_arguments,
-    fingerprint,
+    add_number,
     inverse_sqrt,
     non_negative,
-    positive_int,
     probability,
     seed_everything,
     train,
@@ -40,10 +39,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     group = parser.add_argument_group("training")
     add_files_argument(group, "--valid", "val", "for validation")
-    _number(group, "--warmup", 800, "steps")
-    _number(group, "--label-smoothing", 0.1, "probability spread over all tokens", probability)
-    _number(group, "--average", 5, "the model is the mean of the weights after so many epochs, the last ones")
-    _number(group, "--valid-sentences", 200, "translated after each epoch for a BLEU (greedy)")
+    add_number(group, "--warmup", 800, "steps")
+    add_number(group, "--label-smoothing", 0.1, "probability spread over all tokens", probability)
+    add_number(group, "--average", 5, "the model is the mean of the weights after so many epochs, the last ones")
+    add_number(group, "--valid-sentences", 200, "translated after each epoch for a BLEU (greedy)")
     add_arguments(parser, output="runs/translation", epochs=14)
 
 
@@ -56,21 +55,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocabulary", choices=(BytePairs.kind, Words.kind), default=BytePairs.kind,
         help="joint byte-pair encoding, or the words of each side; default: bpe",
     )  # fmt: skip
-    _number(group, "--max-size", 4000, "largest vocabulary")
-    _number(group, "--min-frequency", 2, "of a word or pair in the vocabulary")
+    add_number(group, "--max-size", 4000, "largest vocabulary")
+    add_number(group, "--min-frequency", 2, "of a word or pair in the vocabulary")
     group.add_argument("--keep-case", action="store_true", help="do not lower-case")
-    _number(group, "--max-length", 100, "tokens of a sentence; longer pairs are left out")
+    add_number(group, "--max-length", 100, "tokens of a sentence; longer pairs are left out")
 
     group = parser.add_argument_group("model")
-    _number(group, "--d-model", 256, "width")
-    _number(group, "--nhead", 4, "heads")
-    _number(group, "--num-layers", 3, "layers of the encoder, and of the decoder")
-    _number(group, "--dim-feedforward", 512, "inner width of the feed-forward networks")
-    _number(group, "--dropout", 0.2, "of embeddings, attention weights and residuals", probability)
+    add_number(group, "--d-model", 256, "width")
+    add_number(group, "--nhead", 4, "heads")
+    add_number(group, "--num-layers", 3, "layers of the encoder, and of the decoder")
+    add_number(group, "--dim-feedforward", 512, "inner width of the feed-forward networks")
+    add_number(group, "--dropout", 0.2, "of embeddings, attention weights and residuals", probability)
 
     group = parser.add_argument_group("steps")
-    _number(group, "--tokens", 1200, "of a batch on either side, padding included")
-    _number(group, "--learning-rate", 1.2e-3, "at the end of the warm-up; falls with 1 / sqrt(step) then", non_negative)
+    add_number(group, "--tokens", 1200, "of a batch on either side, padding included")
+    add_number(
+        group, "--learning-rate", 1.2e-3, "at the end of the warm-up; falls with 1 / sqrt(step) then", non_negative
+    )
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
@@ -85,28 +86,16 @@ def add_files_argument(group: argparse._ActionsContainer, name: str, default: st
     )  # fmt: skip
 
 
-def _number(
-    group: argparse._ActionsContainer,
-    name: str,
-    default: float,
-    meaning: str,
-    kind: Callable[[str], float] = positive_int,
-) -> None:
-    metavar = "N" if kind is positive_int else "X"
-    group.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{meaning}; default: {default}")
-
-
 def run_train(args: argparse.Namespace) -> None:
     """Trains the model that the options describe. Its folder can be used to translate after the first epoch."""
-    pairs, valid_pairs = (read_pairs(args.data, names) for names in (args.train, args.valid))
+    valid_pairs = read_pairs(args.data, args.valid)
     seed_everything(args.seed)
-    vocabularies = make_vocabularies(args, pairs)
-    data = encode_some(args.train, pairs, vocabularies, args.max_length)
+    pairs, vocabularies, data = training_data(args)
     valid = encode_some(args.valid, valid_pairs, vocabularies, args.max_length)
     print(f"{len(data)} of {len(pairs)} pairs; {vocabularies}", flush=True)
     model = make_model(args, vocabularies).to(args.device)
     optimizer = make_optimizer(model, args.learning_rate)
-    run = Run.from_arguments(args, _settings(args, data))
+    run = Run.from_arguments(args, data)
     translator = Translator(model, vocabularies)
     positions = model.config.max_length
     short = (pair for pair in valid_pairs if len(vocabularies.source.encode(pair[0])) < positions)
@@ -115,10 +104,7 @@ def run_train(args: argparse.Namespace) -> None:
     def evaluate(epoch: int) -> dict[str, float]:
         save_average(translator, run.folder, epoch, args.average)
         score, _ = bleu(translator.translate(sources), references, lowercase=not args.keep_case)
-        return {
-            "valid_loss": mean_loss(model, valid, args.tokens, args.device),
-            "valid_bleu_greedy": score.score,
-        }
+        return {"valid_loss": mean_loss(model, valid, args.tokens, args.device), "valid_bleu_greedy": score.score}
 
     train(
         model,
@@ -150,12 +136,18 @@ def encode_some(
     return data
 
 
-def make_vocabularies(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> Vocabularies:
-    """The vocabularies of the pairs, of the kind and within the limits of the options."""
-    return Vocabularies.of(
+def training_data(args: argparse.Namespace) -> tuple[list[tuple[str, str]], Vocabularies, list[Pair]]:
+    """The pairs to train on as text, their vocabularies, and those that are not too long as ids.
+
+    Args:
+        args: the options of `add_model_arguments`.
+    """
+    pairs = read_pairs(args.data, args.train)
+    vocabularies = Vocabularies.of(
         pairs, kind=args.vocabulary, min_frequency=args.min_frequency, max_size=args.max_size,
         lowercase=not args.keep_case,
     )  # fmt: skip
+    return pairs, vocabularies, encode_some(args.train, pairs, vocabularies, args.max_length)
 
 
 def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn.nn.Seq2SeqModel:
@@ -180,13 +172,6 @@ def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Adam:
     """Adam with the betas of Vaswani et al. (2017), section 5.3."""
     return torch.optim.Adam(model.parameters(), learning_rate, betas=(0.9, 0.98), fused=True)
-
-
-def _settings(args: argparse.Namespace, data: list[Pair]) -> dict[str, Any]:
-    """The settings that decide the outcome: the options without those of the run, and the training data itself."""
-    elsewhere = ("program", "data", "output", "epochs", "seed", "checkpoint_every", "device")
-    settings = {name: value for name, value in vars(args).items() if name not in elsewhere}
-    return settings | {"training_data_sha256": fingerprint(data)}
 
 
 class Model(Protocol):

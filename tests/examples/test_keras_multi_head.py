@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import re
-import shutil
 from concurrent.futures import ProcessPoolExecutor
 
 import fresh_python
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples import rt_polarity
 from examples.keras_multi_head import __main__ as program
 from examples.keras_multi_head.layer import MultiHeadAttention
 from examples.keras_multi_head.model import Classifier
@@ -280,15 +278,6 @@ def test_tiny_data_is_learnt_by_heart(capsys, tmp_path):
     assert re.search(r"accuracy = \d\.\d+ on 4 test sentences after 12 epochs", printed.out)
     assert program.main([*options, "--epochs", "13", "--batch-size", "8"]) == 0
     assert "resumed at step 60 (epoch 13)" in capsys.readouterr().err
-
-
-def test_other_reviews_do_not_resume(error_of, tmp_path):
-    data = shutil.copytree(rt_polarity.TINY, tmp_path / "data")
-    options = ["--data", str(data), "--output", str(tmp_path / "run"), "--min-frequency", "1", "--epochs", "1"]
-    assert program.main(options) == 0
-    for path in data.iterdir():
-        path.write_bytes(path.read_bytes().replace(b"comedy", b"tragedy"))
-    assert "training_data_sha256 must be" in error_of(lambda: program.main(options))
 
 
 def test_bad_options_are_one_sentence(error_of, tmp_path):

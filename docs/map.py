@@ -30,7 +30,8 @@ def draw(root: Path) -> str:
     """
     files = tracked_files(root)
     sentences = {file: first_sentence(root / file) for file in files}
-    if silent := [str(file) for file in files if not sentences[file] and not _is_data(file)]:
+    needing = [file for file in files if file.suffix not in _DATA and file.name != "LICENSE"]
+    if silent := [str(file) for file in needing if not sentences[file]]:
         raise ValueError(
             f"a file must begin with a docstring or comment that says what it is; {', '.join(silent)} does not"
         )
@@ -97,10 +98,6 @@ def tracked_files(root: Path) -> list[PurePosixPath]:
         listed = (root / "fastattn.egg-info" / "SOURCES.txt").read_text().splitlines()
         names = sorted(name for name in listed if not name.startswith("fastattn.egg-info/"))
     return [PurePosixPath(name) for name in names if name and (root / name).is_file()]
-
-
-def _is_data(file: PurePosixPath) -> bool:
-    return file.suffix in _DATA or file.name == "LICENSE"
 
 
 if __name__ == "__main__":

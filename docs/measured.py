@@ -53,12 +53,8 @@ def rivals(machine: str) -> str:
 def layers(machine: str) -> str:
     """Speed-ups of MultiHeadAttention over torch.nn.MultiheadAttention, by shape, dtype and mode."""
     document = _read(machine, "layers")
-    modes = list(dict.fromkeys(row["mode"] for row in document["rows"]))
     ratio = {(f"L{row['L']} B{row['B']} {row['dtype']}", row["mode"]): row["ratio"] for row in document["rows"]}
-    lines = [
-        (name, *(f"{ratio[name, mode]:.2f}" for mode in modes)) for name in dict.fromkeys(name for name, _ in ratio)
-    ]
-    return f"{_about(document)}\n\n{_table(('layer', *modes), lines)}"
+    return f"{_about(document)}\n\n{_table_of_pairs('layer', ratio)}"
 
 
 def encoder(machine: str) -> str:
@@ -80,12 +76,7 @@ def generation(machine: str) -> str:
         )
         for row in document["rows"]
     }
-    cached = list(dict.fromkeys(length for _, length in speed_up))
-    lines = [
-        (name, *(f"{speed_up[name, length]:.2f}" for length in cached))
-        for name in dict.fromkeys(name for name, _ in speed_up)
-    ]
-    return f"{_about(document)}\n\n{_table(('cached tokens', *map(str, cached)), lines)}"
+    return f"{_about(document)}\n\n{_table_of_pairs('cached tokens', speed_up)}"
 
 
 def recipes(machine: str, name: str = "") -> str:
@@ -206,6 +197,13 @@ def _about(document: dict, *others: str) -> str:
 def _shape(row: dict) -> str:
     shape = row["shape"]
     return f"{row['case']}: n_q {shape['n_q']}, n_k {shape['n_k']}, B{shape['B']} H{shape['H']} D{shape['D']}"
+
+
+def _table_of_pairs(corner: str, numbers: dict[tuple[str, object], float]) -> str:
+    """A table of numbers by row and column."""
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*numbers, strict=True))
+    lines = [(row, *(f"{numbers[row, column]:.2f}" for column in columns)) for row in rows]
+    return _table((corner, *map(str, columns)), lines)
 
 
 def _table(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:

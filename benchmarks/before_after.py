@@ -19,6 +19,10 @@ import time
 from itertools import product
 from pathlib import Path
 
+import torch
+
+import fastattn
+
 SHAPES = {  # B, H, n_q, n_k, D
     "L128": (8, 12, 128, 128, 64),
     "L512": (4, 12, 512, 512, 64),
@@ -29,11 +33,7 @@ MASKS = ("none", "causal", "pad", "both")
 DTYPES = ("fp32", "bf16")
 PASSES = ("forward", "backward")
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
 
 class Worker:
@@ -88,10 +88,6 @@ def main() -> None:
 
 def work(checkout: Path) -> None:
     """Answers each case on standard input with its time."""
-    import torch
-
-    import fastattn
-
     if Path(fastattn.__file__).resolve().parents[1] != checkout:
         raise SystemExit(f"{fastattn.__file__} is not in {checkout}")
     torch.set_num_threads(1)
@@ -110,10 +106,6 @@ def work(checkout: Path) -> None:
 
 def call_of(shape: str, mask: str, dtype: str, direction: str):
     """The call, with inputs of its own."""
-    import torch
-
-    import fastattn
-
     B, H, n_q, n_k, D = SHAPES[shape]
     torch.manual_seed(0)
     of_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]

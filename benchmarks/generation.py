@@ -16,7 +16,7 @@ import statistics
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -52,23 +52,19 @@ def main() -> None:
     ]
     table = Table("dtype", "batch", "cached", "real", "sdpa", "fastattn", "fastattn / sdpa", "aim")
     rows = []
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("generating", total=len(lines))
-        for dtype, batch, padded, cached in lines:
-            progress.update(task, description=f"{dtype}, batch {batch}, {cached} cached")
-            mask = attention_mask(batch, cached, padded)
-            samples = {"sdpa": [], "fastattn": []}  # seconds a token
-            for _ in range(PLACEMENTS):
-                timings = interleave(calls(models_of(DTYPES[dtype]), mask), args.seconds / PLACEMENTS, "cpu")
-                for name, timing in timings.items():
-                    samples[name] += [taken / TOKENS for taken in timing.seconds]
-            sdpa, ours = (statistics.median(samples[name]) for name in ("sdpa", "fastattn"))
-            real = mask.float().mean().item()
-            aim = "" if cached < AIM_FROM else "met" if ours <= sdpa else "not met"
-            numbers = (f"{real:.0%}", f"{1e3 * sdpa:.2f} ms", f"{1e3 * ours:.2f} ms", f"{ours / sdpa:.3f}")
-            table.add_row(dtype, str(batch), str(cached), *numbers, aim)
-            rows.append({"dtype": dtype, "batch": batch, "cached": cached, "real": real, "seconds_per_token": samples})
-            progress.advance(task)
+    for dtype, batch, padded, cached in track(lines, "generating", console=Console(stderr=True)):
+        mask = attention_mask(batch, cached, padded)
+        samples = {"sdpa": [], "fastattn": []}  # seconds a token
+        for _ in range(PLACEMENTS):
+            timings = interleave(calls(models_of(DTYPES[dtype]), mask), args.seconds / PLACEMENTS, "cpu")
+            for name, timing in timings.items():
+                samples[name] += [taken / TOKENS for taken in timing.seconds]
+        sdpa, ours = (statistics.median(samples[name]) for name in ("sdpa", "fastattn"))
+        real = mask.float().mean().item()
+        aim = "" if cached < AIM_FROM else "met" if ours <= sdpa else "not met"
+        numbers = (f"{real:.0%}", f"{1e3 * sdpa:.2f} ms", f"{1e3 * ours:.2f} ms", f"{ours / sdpa:.3f}")
+        table.add_row(dtype, str(batch), str(cached), *numbers, aim)
+        rows.append({"dtype": dtype, "batch": batch, "cached": cached, "real": real, "seconds_per_token": samples})
     Console(width=100).print(table)
     write_rows(args.json, rows)
 

@@ -64,10 +64,7 @@ def main() -> None:
     )
 
     lines = {
-        "embeddings": (
-            {name: Call(partial(_embed, one, batches)) for name, one in models.items()},
-            1.1 / fill,
-        ),
+        "embeddings": ({name: Call(partial(_embed, one, batches)) for name, one in models.items()}, 1.1 / fill),
         "fine-tuning step, forward, backward and AdamW": (
             {name: Call(_fine_tuning(one, batches)) for name, one in models.items()},
             1 / fill,

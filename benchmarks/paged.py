@@ -105,13 +105,8 @@ def decoding(batch: int, dtype: torch.dtype, longest: int, rivals: bool) -> dict
         expected = fastattn.attention_paged(q, *exact, table, lengths)
         torch.testing.assert_close(way(), expected, rtol=tolerance, atol=tolerance)
         ways[f"fastattn, {name}"] = way
-    reads = in_fp32([x for _, *both in alone for x in both])
+    reads = [x.view(torch.float32) for _, *both in alone for x in both]  # the same memory, added up fastest
     return {name: Call(way) for name, way in ways.items()} | {"bare reads": Call(lambda: [x.sum() for x in reads])}
-
-
-def in_fp32(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory as numbers that are added up fastest."""
-    return [x.view(torch.float32) for x in tensors]
 
 
 def sharing(dtype: torch.dtype) -> dict[str, Call]:

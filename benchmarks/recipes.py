@@ -43,14 +43,8 @@ RECIPES: dict[str, tuple[str, Callable[[], list]]] = {  # the function on the pa
         "2 samples, 8 heads of 64, 2048 tokens, prefixes of 256 and 1024",
         lambda: [*heads(2048, 2048, 2048, B=2), torch.tensor([256, 1024])],
     ),
-    "alibi": (
-        "8 heads of 64, 2048 tokens",
-        lambda: [*heads(2048, 2048, 2048), 2.0 ** -torch.arange(1.0, 9.0)],
-    ),
-    "t5": (
-        "4 samples, 8 heads of 64, 512 tokens",
-        lambda: [*heads(512, 512, 512, B=4), torch.randn(1, 8, 512, 512)],
-    ),
+    "alibi": ("8 heads of 64, 2048 tokens", lambda: [*heads(2048, 2048, 2048), 2.0 ** -torch.arange(1.0, 9.0)]),
+    "t5": ("4 samples, 8 heads of 64, 512 tokens", lambda: [*heads(512, 512, 512, B=4), torch.randn(1, 8, 512, 512)]),
     "window_and_first": (
         "8 heads of 64, 4096 tokens, a window of 256 and the first 4",
         lambda: [*heads(4096, 4096, 4096), 256, 4],

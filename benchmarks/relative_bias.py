@@ -19,7 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
+import transformers
+
+import fastattn
 from benchmarks.short_calls import positive
+from fastattn.integrations import transformers as integration
 
 WAYS = {
     "table": "fastattn, a table",
@@ -31,12 +36,6 @@ WAYS = {
 
 def measured(way: str, n: int, steps: int) -> tuple[float, float]:
     """Seconds of a step, and MiB."""
-    import torch
-    import transformers
-
-    import fastattn
-    from fastattn.integrations import transformers as integration
-
     torch.manual_seed(0)
     model = transformers.T5EncoderModel(transformers.T5Config(vocab_size=1000, dropout_rate=0.0)).train()
     if way in ("sdpa", "eager"):

@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
 
 def attention(
-    q: DTensor,
-    k: DTensor,
-    v: DTensor,
-    mask: Mask | None,
-    of_tokens: Plan | Within | None,
-    **terms: Unpack[Terms],
+    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, of_tokens: Plan | Within | None, **terms: Unpack[Terms]
 ) -> tuple[DTensor, DTensor]:
     """`fastattn.attention` of DTensors: (o, lse), which are placed like q.
 
@@ -82,7 +77,10 @@ def _of_rank(
     samples, heads = (_part(q, dim) for dim in (0, 1))
     sizes = [x.shape for x in (q, k, v)]
     if given is None:
-        mask = _of_plain_tensors(EVERYTHING if mask is None else mask)
+        mask = EVERYTHING if mask is None else mask
+        if isinstance(mask, Mask):  # else it is refused by name
+            whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in mask.tensors().items()}
+            mask = with_tensors(mask, whole)
     elif isinstance(given, Plan):
         lengths = given.n_q, given.n_k, given.n_k
         sizes = [(*size[:2], n, *size[3:]) for size, n in zip(sizes, lengths, strict=True)]
@@ -215,14 +213,6 @@ def _part(x: DTensor, dim: int) -> slice:
 def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
     """Some entries along a dimension that may be missing, or 1 for all."""
     return x if x.dim() < -dim or x.shape[dim] == 1 else x.narrow(dim, part.start, part.stop - part.start)
-
-
-def _of_plain_tensors(mask: Mask) -> Mask:
-    """The mask with all of each DTensor on every rank."""
-    if not isinstance(mask, Mask):
-        return mask  # which is refused by name
-    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in mask.tensors().items()}
-    return with_tensors(mask, whole)
 
 
 def _some(mask: Mask, samples: slice, heads: slice) -> Mask:

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 def attention_here(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    seed: Tensor | None,
-    places: Tensor | None,
-    **terms: Unpack[api.Terms],
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, seed: Tensor | None, places: Tensor | None, **terms: Unpack[api.Terms]
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of a call of this process alone, with the seed of the whole call and its places in that."""
     drawn = None if seed is None else DropoutSeed(seed, places)

@@ -178,8 +178,9 @@ class Plan:
 
     def __repr__(self) -> str:
         mean = self.work.mean().item()
+        names = self.algorithm if isinstance(self.algorithm, str) else " and ".join(self.algorithm)
         return (
-            f"Plan of {self.n_q} queries and {self.n_k} keys on {self.ranks} ranks: {self._named}, {self.layout}; "
+            f"Plan of {self.n_q} queries and {self.n_k} keys on {self.ranks} ranks: {names}, {self.layout}; "
             f"work of the busiest rank {self.work.max().item() / mean if mean else 1:.2f} of the mean, keys received "
             f"{self.received.max().item()} at most"
         )
@@ -300,10 +301,6 @@ class Plan:
             x = replicated(x, group)
         return x
 
-    @property
-    def _named(self) -> str:
-        return self.algorithm if isinstance(self.algorithm, str) else " and ".join(self.algorithm)
-
     def _groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of this rank, one for each dimension of the ranks."""
         return (self._known_group(), *(() if self.across is None else self.across._groups()))
@@ -331,19 +328,13 @@ class Plan:
     def _rows_of_all(self, of: str) -> list[Tensor]:
         if not isinstance(of, str) or of not in ("queries", "keys"):
             raise ValueError(f"of must be 'queries' or 'keys', got {of!r}")
-        return self._queries if of == "queries" else self._keys
+        return self._tokens["queries" if self.together else of]
 
     @cached_property
     @torch.inference_mode(False)  # a training step may be the next to use them
-    def _queries(self) -> list[Tensor]:
-        return [(self._layout.owner_q == r).nonzero()[:, 0] for r in range(self.ranks)]
-
-    @cached_property
-    @torch.inference_mode(False)
-    def _keys(self) -> list[Tensor]:
-        if self._layout.owner_k is self._layout.owner_q:
-            return self._queries
-        return [(self._layout.owner_k == r).nonzero()[:, 0] for r in range(self.ranks)]
+    def _tokens(self) -> dict[str, list[Tensor]]:
+        owners = {"queries": self._layout.owner_q} | ({} if self.together else {"keys": self._layout.owner_k})
+        return {of: [(owner == r).nonzero()[:, 0] for r in range(self.ranks)] for of, owner in owners.items()}
 
     @cached_property
     def _digest(self) -> int:
@@ -353,7 +344,9 @@ class Plan:
         """The digest of a mask, and what `make` makes of it for calls of that kind, once for each mask."""
         tensors = mask.tensors()
         offset = None if "q_offset" in tensors else mask.q_offset
-        key = (mask.causal, offset, mask.window, more, *((name, id(x), _state(x)) for name, x in tensors.items()))
+        # What changes with the values of a tensor: its version, or a digest of one of inference mode, which has none.
+        states = ((name, id(x), digest(x.cpu()) if x.is_inference() else x._version) for name, x in tensors.items())
+        key = (mask.causal, offset, mask.window, more, *states)
         if key not in self._schedules:
             if len(self._schedules) >= _MOST_SCHEDULES:
                 self._schedules.clear()
@@ -401,11 +394,6 @@ def _product(
     result = Layout.of(across.layout, visibility, ranks, owner_q, owner_k)
     rank = mine * across.ranks + across.rank
     return Plan(across.mask, across.n_q, across.n_k, rank, ranks, group, algorithm, result, across)
-
-
-def _state(x: Tensor) -> int:
-    """What changes with the values of a tensor: its version, or a digest of one of inference mode, which has none."""
-    return digest(x.cpu()) if x.is_inference() else x._version
 
 
 _NUMBERS = itertools.count()

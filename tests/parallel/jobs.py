@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 import fastattn.nn
@@ -183,8 +188,6 @@ def second_derivatives(group: dist.ProcessGroup, algorithm: str | tuple[str, str
 
 def second_derivatives_of_dtensors(group: dist.ProcessGroup, shard: int | None, dim: int) -> list[Tensor]:
     """Whole second derivatives of DTensors; the mean along `dim` may place gradients in another way than tensors."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     leaves, options = of_second_order()
     mesh = DeviceMesh.from_group(group, "cpu")
     placements = 3 * [Replicate() if shard is None else Shard(shard)] + [Replicate(), Shard(0), Replicate()]
@@ -379,8 +382,6 @@ def attend_dtensors(
 
     terms: bias, slopes and sinks are DTensors too, and replicated.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
     # One of two dimensions all processes have to make.
     device_mesh = DeviceMesh.from_group(group, "cpu") if len(mesh) == 1 else mesh_of(mesh)
     placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
@@ -428,9 +429,6 @@ def attend_dtensors(
 
 def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     """The error of a call with DTensors."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     mesh, x, options = DeviceMesh.from_group(group, "cpu"), torch.ones(2, 6, 8, 4), {}
     q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for _ in "qkv")
     if what == "no DTensor":
@@ -461,8 +459,6 @@ def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
 
 def one_refuses_dtensors(group: dist.ProcessGroup, what: str, dropout_p: float) -> str:
     """The error of a call of DTensors, whose tokens are sharded, that the last rank alone refuses."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh, options = DeviceMesh.from_group(group, "cpu"), {"dropout_p": dropout_p}
     q, k = (distribute_tensor(torch.ones(2, 6, 8, 4), mesh, [Shard(2)]) for _ in "qk")
     if dist.get_rank(group) == dist.get_world_size(group) - 1:
@@ -481,8 +477,6 @@ def one_refuses_dtensors(group: dist.ProcessGroup, what: str, dropout_p: float) 
 
 def order_of_dtensors(group: dist.ProcessGroup) -> bool:
     """Whether an output lies in memory as q, so that merging its heads again needs no copy."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     q = distribute_tensor(torch.randn(2, 8, 6, 4), DeviceMesh.from_group(group, "cpu"), [Shard(2)]).transpose(1, 2)
     o = fastattn.attention(q, q, q)
     merged = o.transpose(1, 2).flatten(2)
@@ -505,11 +499,6 @@ class _Layer(nn.Module):
 
 def train(group: dist.ProcessGroup, how: str) -> dict[str, Tensor]:
     """The parameters of two layers after three steps on shared tokens, and those of one process on all of them."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.checkpoint import checkpoint
-
     torch.manual_seed(0)
     alone, batch = nn.ModuleList([_Layer(), _Layer()]), torch.randn(2, 30, 16)
     model, size = copy.deepcopy(alone), dist.get_world_size(group)
@@ -595,8 +584,6 @@ def compiled_block(group: dist.ProcessGroup) -> bool:
 
 def compiled_dtensors(group: dist.ProcessGroup, shard: int, dropout_p: float) -> bool:
     """Whether a compiled function of DTensors gives what it gives as it is; of samples and heads, in one graph."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     torch._dynamo.reset()
     x = distribute_tensor(torch.randn(2, 4, 16, 8), DeviceMesh.from_group(group, "cpu"), [Shard(shard)])
     x = x.detach().requires_grad_()

@@ -40,14 +40,14 @@ def test_every_token_has_one_rank(layout, n, ranks):
     actual = plan(Mask(True), n, ranks, layout=layout)
     tokens = torch.cat(actual._rows_of_all("queries"))
     assert tokens.sort().values.tolist() == list(range(n))
-    assert max(map(len, actual._queries)) <= -(-n // ranks) + max(1, n // (4 * ranks))
+    assert max(map(len, actual._rows_of_all("queries"))) <= -(-n // ranks) + max(1, n // (4 * ranks))
     assert actual.work.sum() == n * (n + 1) // 2
 
 
 def test_contiguous_as_torch_chunks_them():
     for n, ranks in ((10, 4), (9, 4), (3, 4), (8, 4)):
         chunks = torch.arange(n).chunk(ranks)
-        actual = plan(None, n, ranks, layout="contiguous")._queries
+        actual = plan(None, n, ranks, layout="contiguous")._rows_of_all("queries")
         assert [x.tolist() for x in actual if len(x)] == [x.tolist() for x in chunks]
 
 

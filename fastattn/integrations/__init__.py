@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -12,39 +12,29 @@ from types import ModuleType
 
 def register_with_transformers() -> None:
     """Makes `attn_implementation="fastattn"` known to transformers and its server: now, or when they are imported."""
-    for name, register in _REGISTER_AFTER.items():
+    for name, integration in _REGISTER_AFTER.items():
         if name in sys.modules:
-            _register(register)
+            _register(integration)
         else:
-            sys.meta_path.insert(0, _AtImport(name, register))
-
-
-def _implementations() -> None:
-    from . import transformers  # noqa: F401  which registers them
-
-
-def _server() -> None:
-    from .serving import register
-
-    register()
+            sys.meta_path.insert(0, _AtImport(name, integration))
 
 
 _REGISTER_AFTER = {
-    "transformers.modeling_utils": _implementations,  # without which transformers makes no model
-    "transformers.cli.serving.model_manager": _server,  # without which its server loads none
+    "transformers.modeling_utils": "transformers",  # without which transformers makes no model
+    "transformers.cli.serving.model_manager": "serving",  # without which its server loads none
 }
 
 
-def _register(register: Callable[[], None]) -> None:
+def _register(integration: str) -> None:
     with suppress(ImportError):  # a transformers before version 5 goes on without
-        register()
+        import_module(f".{integration}", __name__)  # which registers what it has
 
 
 class _AtImport(MetaPathFinder):
     """Finds a module as others do, until it is executed, and registers when it has been."""
 
-    def __init__(self, name: str, register: Callable[[], None]) -> None:
-        self.name, self.register = name, register
+    def __init__(self, name: str, integration: str) -> None:
+        self.name, self.integration = name, integration
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.name:
@@ -59,7 +49,7 @@ class _AtImport(MetaPathFinder):
                 with suppress(ValueError):  # where it was imported once more
                     sys.meta_path.remove(self)
                 execute(module)
-                _register(self.register)
+                _register(self.integration)
 
             spec.loader.exec_module = execute_and_register
         return spec

@@ -22,7 +22,6 @@ from transformers.utils.output_capturing import _active_collector
 from .. import blocks
 from ..nn.packing import Packing, worth_packing
 from ..nn.transformer import BY_TOKEN, is_of_one_token
-from ..spec import RelativeBias
 from .sdpa_callers import class_of_forward
 from .transformers import PackedMask, PreparedMask, attention_modules, has_other_forward
 
@@ -171,8 +170,9 @@ class PackedStack:
         if isinstance(decision, str):
             return None
         arguments = decision.arguments(arguments)
-        if layer is self.first and self.counts_tokens:
-            arguments |= _biases_of_places(layer, x)
+        if layer is self.first and self.counts_tokens:  # which would make this bias for a padded batch
+            compute_bias, L = layer.layer[0].SelfAttention.compute_bias, x.shape[1]
+            arguments["position_bias"] = compute_bias(L, L, device=x.device)
         queries = decision.mask.queries
         arguments[names[0]] = _packed(x, queries) if x.shape[:2] == queries.real.shape else x
         # What came by position stays there: activation checkpointing differentiates by nothing else.
@@ -296,12 +296,6 @@ _LIBRARIES = ("transformers", "torch", "peft", "bitsandbytes", "accelerate")
 def _packed(x: Tensor, packing: Packing) -> Tensor:
     """[1, tokens, ...] from [B, L, ...], or [1, L, ...] for all samples."""
     return packing.pack(x.expand(*packing.real.shape, *x.shape[2:]))[None]
-
-
-def _biases_of_places(layer: nn.Module, x: Tensor) -> dict[str, Tensor | RelativeBias]:
-    """The bias that T5's first layer would make for a padded batch x."""
-    attention, L = layer.layer[0].SelfAttention, x.shape[1]
-    return {"position_bias": attention.compute_bias(L, L, device=x.device)}
 
 
 def _positional(function: Callable) -> tuple[str, ...]:

@@ -156,8 +156,10 @@ def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
         with ToFastattn():
             output = cls.forward(self, *args, **kwargs)
         known = _calls_seen.number > before or F.scaled_dot_product_attention is not TORCHS_OWN
-        if not (is_traced or known or any(map(_is_compiled, (*methods.values(), *vars(self).values())))):
-            warnings.warn(f"{full_name(cls)} was swapped, but ran without {_FUNCTION}", stacklevel=1)
+        if not (is_traced or known):
+            parts = (*methods.values(), *vars(self).values())  # of one the calls may be in a graph of torch.compile
+            if not any(hasattr(part, "_torchdynamo_orig_callable") for part in parts):
+                warnings.warn(f"{full_name(cls)} was swapped, but ran without {_FUNCTION}", stacklevel=1)
         return output
 
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
@@ -169,11 +171,6 @@ def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
             calling[name] = _routed(function) if function is method else type(method)(_routed(function))
     likeness = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (SDPACaller, cls), likeness | calling | {"forward": forward})
-
-
-def _is_compiled(x: object) -> bool:
-    """Whether it is what torch.compile made of a function, whose calls of torch's function are in a graph."""
-    return hasattr(x, "_torchdynamo_orig_callable")
 
 
 def _routed(method: FunctionType) -> Callable:

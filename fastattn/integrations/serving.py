@@ -7,19 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from transformers.cli.serving.model_manager import ModelManager
+
 from .transformers import IMPLEMENTATION, PACKED, put_around
-from .transformers import register as register_names
-
-
-def register() -> None:
-    """Lets the names of fastattn pass the server's check of its options, which knows those of transformers alone."""
-    from transformers.cli.serving.model_manager import ModelManager
-
-    register_names()
-    put_around(ModelManager, "_validate_args", _knowing_ours)
 
 
 def _knowing_ours(validate: Callable) -> Callable:
+    """The server's check of its options, which knows the names of transformers alone, with those of fastattn."""
+
     def check(manager: object) -> None:
         asked = manager.attn_implementation
         if asked in (IMPLEMENTATION, PACKED):
@@ -30,6 +25,9 @@ def _knowing_ours(validate: Callable) -> Callable:
             manager.attn_implementation = asked
 
     return check
+
+
+put_around(ModelManager, "_validate_args", _knowing_ours)
 
 
 def serve(arguments: Sequence[str]) -> None:

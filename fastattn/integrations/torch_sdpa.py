@@ -137,7 +137,9 @@ def _routed(*args: object, **kwargs: object) -> object:
             if why is None:
                 o = computed(call, "fused")
         except (NoBackendError, RefusedError) as refusal:
-            why = _sentence(refusal)
+            why = ""  # of a compiled call, which counts nothing and cannot write every sentence
+            if not torch.compiler.is_compiling():
+                why = refusal.reasons if isinstance(refusal, NoBackendError) else str(refusal)
     if why is not None:
         blocks.refuse(f"a call of scaled_dot_product_attention that fastattn leaves to torch ({why})")
     _count(why)
@@ -213,7 +215,8 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
     tensors = [x for x in arguments if isinstance(x, Tensor) and not is_jagged(x)]
     if any(type(x) not in plain or x.is_nested for x in tensors):
         return "the tensors are nested, or of a subclass of torch.Tensor"
-    if _a_mode_may_want_it():
+    # torch 2.10 traces this, and not the quicker torch._C._is_torch_function_mode_enabled.
+    if any(type(mode) not in (DeviceContext, ToFastattn) for mode in _get_current_function_mode_stack()):
         return "a TorchFunctionMode sees the call first"
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return "the call is traced or exported, to run where fastattn may not be"
@@ -237,14 +240,6 @@ def _objection_to(call: Call) -> str | None:
     return None
 
 
-def _a_mode_may_want_it() -> bool:
-    """Whether a TorchFunctionMode is entered, but for the default device and the one that modules are swapped by.
-
-    torch 2.10 traces this, and not the quicker torch._C._is_torch_function_mode_enabled.
-    """
-    return any(type(mode) not in (DeviceContext, ToFastattn) for mode in _get_current_function_mode_stack())
-
-
 _KIND = torch._C._functorch.TransformType
 
 
@@ -260,12 +255,6 @@ def _kernel_is_chosen(on_cpu: bool) -> bool:
     if not (kernels.flash_sdp_enabled() and kernels.math_sdp_enabled()):
         return True
     return not (on_cpu or (kernels.mem_efficient_sdp_enabled() and kernels.cudnn_sdp_enabled()))
-
-
-def _sentence(refusal: NoBackendError | RefusedError) -> str:
-    if torch.compiler.is_compiling():  # which cannot write every sentence, and counts no call
-        return ""
-    return refusal.reasons if isinstance(refusal, NoBackendError) else str(refusal)
 
 
 def _count(why: str | None) -> None:

@@ -614,8 +614,10 @@ def attention_mask(
     if q_offset + q_length == kv_length:  # the queries are the last tokens of the keys, unless this is cross-attention
         if q_length == 1:
             fields.pop("causal", None)  # the last token sees every key
-        elif real_keys is not None and (fields.get("causal") or _self_attention_only(config)):
-            real_queries = real_keys[:, q_offset:]
+        elif real_keys is not None:
+            own = getattr(config, "model_type", None) in _SELF_ATTENTION_ONLY
+            if fields.get("causal") or (own and not getattr(config, "add_cross_attention", False)):
+                real_queries = real_keys[:, q_offset:]
     q_offset = q_offset if fields else 0
     return PreparedMask.for_lengths(
         lengths, **fields, q_offset=q_offset, real_keys=real_keys, real_queries=real_queries
@@ -665,12 +667,6 @@ def _checking_positions(prepare: Callable) -> Callable:
         return prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *others, **more)
 
     return check
-
-
-def _self_attention_only(config: PreTrainedConfig | None) -> bool:
-    return getattr(config, "model_type", None) in _SELF_ATTENTION_ONLY and not getattr(
-        config, "add_cross_attention", False
-    )
 
 
 def _fields(function: Callable) -> dict[str, object] | None:
@@ -828,7 +824,10 @@ def attention_forward(
         if mask.causal and is_causal is False and n_q > 1 and not _decides_causality(type(module)):
             raise _refusal(module, "is_causal=False came with a causal mask; set config.is_causal = False instead")
     else:
-        mask, bias = _from_tensor(attention_mask)
+        is_float = attention_mask.is_floating_point()
+        if not is_float and attention_mask.dtype != torch.bool:
+            raise ValueError(f"a 4-D attention_mask must be bool or floating, got {attention_mask.dtype}")
+        mask, bias = (Mask(), attention_mask) if is_float else (Mask(dense=attention_mask), None)
     separated = mask.segment_ids is not None or mask.dense is not None or bias is not None
     if not separated and _are_several(cu_seq_lens_q, cu_seq_lens_k, seq_idx):
         why = (
@@ -848,7 +847,9 @@ def attention_forward(
 
     terms = {"scale": scaling, "bias": bias, "softcap": softcap, "sinks": s_aux}
     terms["dropout_p"] = dropout if module.training else 0.0
-    if _weights_wanted(options):
+    # Some models (GPT-2) keep the option to themselves and collect the weights by a hook, which would then find None.
+    collected = _active_collector.get() or ()
+    if options.get("output_attentions") or any(name.endswith("attentions") for name in collected):
         o, weights = attention_with_weights(query, key, value, mask, **terms, average_heads=False)
     else:
         o, weights = attention(query, key, value, mask, **terms, plan=_plan_of(attention_mask, options)), None
@@ -878,23 +879,6 @@ def _plan_of(attention_mask: object, options: dict[str, object]) -> blocks.Withi
     if within is None or within.objection or block is None or not isinstance(options.get("position_ids"), Tensor):
         return within
     return within._replace(objection=block.objection_to_positions(options["position_ids"]))
-
-
-def _from_tensor(attention_mask: Tensor) -> tuple[Mask, Tensor | None]:
-    """The mask and the bias of a tensor that a user or a model made."""
-    if attention_mask.is_floating_point():
-        return Mask(), attention_mask
-    if attention_mask.dtype != torch.bool:
-        raise ValueError(f"a 4-D attention_mask must be bool or floating, got {attention_mask.dtype}")
-    return Mask(dense=attention_mask), None
-
-
-def _weights_wanted(options: dict[str, object]) -> bool:
-    # Some models (GPT-2) keep the option to themselves and collect the weights by a hook, which would then find None.
-    if options.get("output_attentions"):
-        return True
-    collected = _active_collector.get()
-    return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
 def _refusal(module: nn.Module, why: str) -> NotImplementedError:

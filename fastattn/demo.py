@@ -117,7 +117,11 @@ class Batches:
 
 
 def _demonstrate(args: argparse.Namespace) -> None:
-    _check_device(args.device)
+    try:
+        torch.zeros(1, device=args.device).item()  # "meta" has tensors, but no numbers
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        why = str(error).partition("\n")[0]  # others are a list of all that torch has
+        raise DemoError(f"--device must be one that torch can use here, got {args.device}: {why}") from error
     for package in ("transformers", "rich"):
         if importlib.util.find_spec(package) is None:
             raise _missing(package)
@@ -162,17 +166,21 @@ def _demonstrate(args: argparse.Namespace) -> None:
     with _progress() as advance:
         for name, (difference, bound) in _check(model, ours, batches, advance).items():
             print(f"{name}: the embeddings, of length 1, differ by {difference:.1e} at most, of {bound:.1e} allowed")
-        seconds = _interleaved({**ours, before: model}, batches, args.rounds, advance)
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*ours, before)}
+        for i in range(args.rounds):  # in turns, so that noise affects all models alike
+            for name, timed in {**ours, before: model}.items():
+                advance(f"round {i + 1} of {args.rounds}: {name}", i, args.rounds)
+                seconds[name].append(_time(timed, batches))
     print(f"\nMedians of {args.rounds} rounds in which all take turns; in brackets the quartiles.")
-    print(_comparison("whole model", {name: [s.whole for s in taken] for name, taken in seconds.items()}))
+    print(_comparison("whole model", {name: [whole for whole, _ in taken] for name, taken in seconds.items()}))
     if packing.calls.packed:
         print(
             "Packed, its layers compute the real tokens only: that alone is worth "
             f"{batches.padded / batches.real:.2f}x where all places cost the same."
         )
-    if all(s.attention for s in seconds[before]):
-        print(_comparison("inside attention", {name: [s.attention for s in taken] for name, taken in seconds.items()}))
-        share = statistics.median(s.attention / s.whole for s in seconds[before])
+    if all(inside for _, inside in seconds[before]):
+        print(_comparison("inside attention", {name: [inside for _, inside in x] for name, x in seconds.items()}))
+        share = statistics.median(inside / whole for whole, inside in seconds[before])
         print(
             f"Attention is {share:.0%} of this model's time, which bounds what the swap alone can gain. The rest, "
             "projections and feed-forward over every place, padding included, is the same code in both."
@@ -227,28 +235,11 @@ def _embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return nn.functional.normalize(mean, dim=-1)
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    """The seconds of one pass over all batches, in the whole model and inside attention functions (0 if not known)."""
+def _time(model: PreTrainedModel, batches: Batches) -> tuple[float, float]:
+    """The seconds of one pass over all batches, and of those the ones inside attention functions.
 
-    whole: float
-    attention: float
-
-
-def _interleaved(
-    models: dict[str, PreTrainedModel], batches: Batches, rounds: int, advance: Callable
-) -> dict[str, list[_Seconds]]:
-    """The seconds of each model in each round, timed in turns, so that noise affects all models alike."""
-    taken: dict[str, list[_Seconds]] = {name: [] for name in models}
-    for i in range(rounds):
-        for name, model in models.items():
-            advance(f"round {i + 1} of {rounds}: {name}", i, rounds)
-            taken[name].append(_time(model, batches))
-    return taken
-
-
-def _time(model: PreTrainedModel, batches: Batches) -> _Seconds:
-    """The seconds of one pass. The eager attention of transformers is not in its registry, so is not timed alone."""
+    The latter are 0 of the eager attention of transformers, which is not in its registry.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name, cuda = model.config._attn_implementation, model.device.type == "cuda"
@@ -273,7 +264,7 @@ def _time(model: PreTrainedModel, batches: Batches) -> _Seconds:
     stop = _mark(cuda)
     if cuda:
         torch.cuda.synchronize()
-    return _Seconds(_between(start, stop), sum(_between(*pair) for pair in marks))
+    return _between(start, stop), sum(_between(*pair) for pair in marks)
 
 
 def _mark(cuda: bool) -> torch.cuda.Event | float:
@@ -370,14 +361,6 @@ def _text(path: str | None) -> tuple[str, str]:
 
 def _missing(package: str) -> DemoError:
     return DemoError(f"it needs {package}, which is not installed: pip install 'fastattn[demo]'")
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.zeros(1, device=device).item()  # "meta" has tensors, but no numbers
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        why = str(error).partition("\n")[0]  # others are a list of all that torch has
-        raise DemoError(f"--device must be one that torch can use here, got {device}: {why}") from error
 
 
 def _positive(text: str) -> int:

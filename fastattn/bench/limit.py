@@ -207,7 +207,7 @@ def measure(duel: Duel, budget_s: float) -> Figure:
             gflops=problem.flops / our_s / 1e9,
             ceiling_share=problem.flops / our_s / ceiling,
             ceiling_gflops=ceiling / 1e9,
-            noise=max(_noise(timings[name]) for name in (OURS, rival, yardstick)),
+            noise=max(t.percentile(80) / t.percentile(20) for t in map(timings.get, (OURS, rival, yardstick))) - 1,
         )
 
 
@@ -256,10 +256,6 @@ def _problem(job: Job) -> Problem:
 
 def _ours(problem: Problem) -> list[Contender]:
     return [contender for contender in contenders(problem) if contender.name == OURS]
-
-
-def _noise(timing: Timing) -> float:
-    return timing.percentile(80) / timing.percentile(20) - 1
 
 
 @contextmanager

@@ -102,20 +102,17 @@ def _session(operator: str, feed: dict[str, Tensor], outputs: dict[str, Tensor],
     domain, opset = ("", 23) if operator == "Attention" else ("com.microsoft", 20)
     names = ["" if name.startswith("-") else name for name in feed]
     node = make.make_node(operator, names, list(outputs), domain=domain, **attributes)
-    values = [[_onnx_value(*x) for x in tensors.items()] for tensors in (_given(feed), outputs)]
+    kinds = {torch.float32: 1, torch.int32: 6, torch.bool: 9}  # of onnx.TensorProto
+    values = [
+        [make.make_tensor_value_info(name, kinds[x.dtype], list(x.shape)) for name, x in tensors.items()]
+        for tensors in (_given(feed), outputs)
+    ]
     versions = [make.make_opsetid("", opset), make.make_opsetid("com.microsoft", 1)]
     model = make.make_model(make.make_graph([node], "attention", *values), opset_imports=versions, ir_version=11)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
     options.add_session_config_entry("session.force_spinning_stop", "1")  # or its threads slow whoever is timed next
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def _onnx_value(name: str, x: Tensor) -> Any:
-    import onnx.helper as make
-
-    kinds = {torch.float32: 1, torch.int32: 6, torch.bool: 9}  # of onnx.TensorProto
-    return make.make_tensor_value_info(name, kinds[x.dtype], list(x.shape))
 
 
 def _given(feed: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -390,11 +390,9 @@ def test_a_quick_run_adds_to_what_a_longer_one_found(cache, monkeypatch):
 
 def test_classes_of_the_command_are_those_of_calls():
     """Each is the class of the call that stands for it, so that what was measured is found again."""
-    from fastattn.bench.tune_child import Child
-
     for call_class in tune.classes_of(torch.device("cpu"), quick=False):
         if call_class.length in (1, 128):
-            child = Child()
+            child = tune_child.Child()
             child.problem(**call_class._asdict())
             assert CallClass.of(*child.inputs, child.spec, call_class.training) == call_class
 

@@ -121,7 +121,7 @@ def add_number(
     kind: Callable[[str], float] | None = None,
 ) -> None:  # fmt: skip
     """Adds an option for a number to the parser, `positive_int` unless `kind` says another one."""
-    told, metavar = f"{meaning}; " * bool(meaning) + f"default: {default}", "X" if kind else "N"
+    told, metavar = f"{meaning}; " * bool(meaning) + "default: %(default)s", "X" if kind else "N"
     group.add_argument(name, type=kind or positive_int, default=default, metavar=metavar, help=told)
 
 

@@ -6,7 +6,6 @@ import argparse
 import random
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import training
-from ..training import InputError, Run, non_negative, positive_int, probability
+from ..training import InputError, Run, add_number, non_negative, positive_int, probability
 from . import evidence, model, page, picture, reviews, tokens
 from .learning import Examples, Recipe, fit, judge
 from .reviews import CORPORA, LABELS, Review
@@ -133,50 +132,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_train_arguments(parser: argparse.ArgumentParser, corpus: str) -> None:
     preset = PRESETS[corpus]
-    kinds: dict[str | None, Callable[[str], float | str]] = {
-        "N": positive_int, "X": non_negative, "P": probability, None: str
-    }  # fmt: skip
     parser.description = train.__doc__
-    parser.set_defaults(program=train)
-
-    def add(
-        group: argparse._ArgumentGroup,
-        option: str,
-        default: float | str,
-        help_text: str,
-        *,
-        metavar: str | None = None,
-        choices: tuple[str, ...] | None = None,
-    ) -> None:
-        default = preset.get(option.removeprefix("--").replace("-", "_"), default)
-        help_text = f"{help_text}; default: {default}"
-        group.add_argument(
-            option, default=default, type=kinds[metavar], metavar=metavar, choices=choices, help=help_text
-        )
 
     texts = parser.add_argument_group("the texts")
     texts.add_argument("--data", type=Path, required=True, metavar="PATH", help="folder or archive of the corpus")
-    add(texts, "--unit", "word", "what a token is", choices=("word", "character", "subword"))
-    add(texts, "--vocabulary", 25000, "most tokens in it", metavar="N")
-    add(texts, "--min-frequency", 5, "how often each must occur", metavar="N")
-    add(texts, "--max-tokens", 256, "tokens of a text, while training", metavar="N")
+    units = ("word", "character", "subword")
+    texts.add_argument("--unit", default="word", choices=units, help="what a token is; default: %(default)s")
+    add_number(texts, "--vocabulary", 25000, "most tokens in it")
+    add_number(texts, "--min-frequency", 5, "how often each must occur")
+    add_number(texts, "--max-tokens", 256, "tokens of a text, while training")
     texts.add_argument("--vectors", type=Path, metavar="FILE", help="frozen word vectors: word2vec, GloVe or fastText")
 
     sizes = parser.add_argument_group("the model")
     for name, size in SIZES.items():
-        add(sizes, "--" + name.replace("_", "-"), size, f"{name} of fastattn.nn.TransformerConfig", metavar="N")
-    add(sizes, "--dropout", 0.3, "of embeddings, attention and residuals", metavar="P")
+        add_number(sizes, "--" + name.replace("_", "-"), size, f"{name} of fastattn.nn.TransformerConfig")
+    add_number(sizes, "--dropout", 0.3, "of embeddings, attention and residuals", probability)
 
     learning = parser.add_argument_group("learning")
     defaults = Recipe()
-    add(learning, "--batch-size", defaults.batch_size, "texts", metavar="N")
-    add(learning, "--learning-rate", defaults.learning_rate, "highest", metavar="X")
-    add(learning, "--weight-decay", defaults.weight_decay, "of AdamW", metavar="X")
-    add(learning, "--warmup", defaults.warmup, "steps until the learning rate", metavar="N")
-    add(learning, "--word-dropout", defaults.word_dropout, "share of words that become unknown", metavar="P")
-    add(learning, "--label-smoothing", defaults.label_smoothing, "share of a label that is given to all", metavar="P")
+    add_number(learning, "--batch-size", defaults.batch_size, "texts")
+    add_number(learning, "--learning-rate", defaults.learning_rate, "highest", non_negative)
+    add_number(learning, "--weight-decay", defaults.weight_decay, "of AdamW", non_negative)
+    add_number(learning, "--warmup", defaults.warmup, "steps until the learning rate")
+    add_number(learning, "--word-dropout", defaults.word_dropout, "share of words that become unknown", probability)
+    add_number(learning, "--label-smoothing", defaults.label_smoothing, "share of a label given to all", probability)
     learning.add_argument("--bf16", action="store_true", help="products in bf16, where the processor is quick at them")
     training.add_arguments(parser, output=f"runs/sentiment-{corpus}", epochs=preset.get("epochs", 4))
+    parser.set_defaults(program=train, **preset)
 
 
 if __name__ == "__main__":

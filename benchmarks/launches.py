@@ -32,10 +32,11 @@ from triton.runtime import driver
 
 import fastattn
 from benchmarks.gpu.compiling import NoGPU
-from benchmarks.short_calls import in_turns, positive
+from benchmarks.short_calls import in_turns
 from fastattn import Mask
 from fastattn.backends import backend_by_name
 from fastattn.bench.cases import has_words
+from fastattn.bench.writing import positive_int
 from fastattn.spec import Spec
 
 B, H, N, D = 2, 8, 128, 64
@@ -122,8 +123,8 @@ def main() -> None:
     """Prints a row for each call: launches of Triton, microseconds, and the ratio to a launch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=ARCHS, default="triton")
-    parser.add_argument("--rounds", type=positive, default=50)
-    parser.add_argument("--calls", type=positive, default=50, help="calls in each sample")
+    parser.add_argument("--rounds", type=positive_int, default=50)
+    parser.add_argument("--calls", type=positive_int, default=50, help="calls in each sample")
     parser.add_argument("--filter", default="", metavar="WORDS", help="only rows with these words in their name")
     options = parser.parse_args()
     torch.set_num_threads(1)

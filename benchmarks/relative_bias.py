@@ -15,15 +15,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
 
 import fastattn
-from benchmarks.short_calls import positive
+from fastattn.bench.writing import positive_int
 from fastattn.integrations import transformers as integration
 
 WAYS = {
@@ -58,8 +55,8 @@ def measured(way: str, n: int, steps: int) -> tuple[float, float]:
 def main() -> None:
     """Prints a row for each way, or the figures of one."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--n", type=positive, default=4096)
-    parser.add_argument("--steps", type=positive, default=3)
+    parser.add_argument("--n", type=positive_int, default=4096)
+    parser.add_argument("--steps", type=positive_int, default=3)
     parser.add_argument("--way", choices=WAYS, help="this one alone, in this process")
     options = parser.parse_args()
     if options.way is not None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import fastattn
 from fastattn import Mask
 from fastattn.bench.cases import has_words
+from fastattn.bench.writing import positive_int
 
 B, H, D = 1, 8, 64
 TERMS = ("plain", "padding", "bias", "ALiBi")
@@ -153,18 +154,11 @@ def in_turns(
     return *map(statistics.median, zip(*samples, strict=True)), statistics.median(a / b for a, b in samples)
 
 
-def positive(text: str) -> int:
-    """A whole number above 0, as an argument of a command."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
 def main() -> None:
     """Prints a row for each pair: both times in microseconds, and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=positive, default=200)
-    parser.add_argument("--calls", type=positive, default=50, help="calls in each sample")
+    parser.add_argument("--rounds", type=positive_int, default=200)
+    parser.add_argument("--calls", type=positive_int, default=50, help="calls in each sample")
     parser.add_argument("--filter", default="", metavar="WORDS", help="only rows with these words in their name")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from fastattn.bench.writing import positive_int as positive_int
 from fastattn.machine import machine, now, versions
 
 try:
@@ -123,13 +124,6 @@ def add_number(
     """Adds an option for a number to the parser, `positive_int` unless `kind` says another one."""
     told, metavar = f"{meaning}; " * bool(meaning) + "default: %(default)s", "X" if kind else "N"
     group.add_argument(name, type=kind or positive_int, default=default, metavar=metavar, help=told)
-
-
-def positive_int(text: str) -> int:
-    """A whole number above 0, for argparse."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)
 
 
 def seed(text: str) -> int:

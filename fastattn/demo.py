@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 import fastattn
 
+from .bench.writing import positive_int
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -45,8 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda, else cpu"
     )
-    parser.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="default: 32")
-    parser.add_argument("--rounds", type=_positive, default=5, metavar="N", help="how often each is timed; default: 5")
+    parser.add_argument("--batch-size", type=positive_int, default=32, metavar="N", help="default: 32")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=5, metavar="N", help="how often each is timed; default: 5"
+    )
     parser.add_argument("--no-kernels", action="store_true", help="leave out the table of `fastattn bench --quick`")
 
 
@@ -361,12 +365,6 @@ def _text(path: str | None) -> tuple[str, str]:
 
 def _missing(package: str) -> DemoError:
     return DemoError(f"it needs {package}, which is not installed: pip install 'fastattn[demo]'")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Files of results: refused before anything is measured where they cannot be written, and replaced whole."""
+"""Arguments of commands: whole numbers, and files of results, which are replaced whole.
+
+A file is refused before anything is measured where it cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..machine import machine, versions
+
+
+def positive_int(text: str) -> int:
+    """The type of an argument of argparse: a whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)
 
 
 def file_to_write(text: str) -> Path:

@@ -22,7 +22,10 @@ class Gathering(NamedTuple):
 
 def schedule(plan: Plan, visibility: Visibility, call: Call) -> Gathering:
     """What `attend` does under a mask."""
-    owner, place, me = plan._layout.owner_k, places(plan), plan.rank
+    owner, me = plan._layout.owner_k, plan.rank
+    place = torch.empty(plan.n_k, dtype=torch.int64, device="cpu")  # of each key among those of its rank
+    for of_rank in plan._rows_of_all("keys"):
+        place[of_rank] = torch.arange(len(of_rank), device="cpu")
     need = visibility.needed(plan._layout.owner_q, plan.ranks).expand(-1, call.B, -1)
     rows, mine = plan._rows("queries"), plan._rows("keys")
     keys = need[me].any(0).nonzero()[:, 0]
@@ -60,11 +63,3 @@ def attend(
     k, v = as_keys(exchange(as_rows(k, v), schedule.route, plan.group), len(part.keys), k, v)
     terms = learned._replace(bias=part.bias(learned.bias))._asdict()
     return attention_here(q, k, v, part.mask, seed, part.places, **terms, **options)
-
-
-def places(plan: Plan) -> Tensor:
-    """int64 [n_k], the place of each key among those of its rank."""
-    place = torch.empty(plan.n_k, dtype=torch.int64, device="cpu")
-    for keys in plan._rows_of_all("keys"):
-        place[keys] = torch.arange(len(keys), device="cpu")
-    return place

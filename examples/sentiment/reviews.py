@@ -79,7 +79,8 @@ def load(corpus: str, path: Path, seed: int = 0) -> Corpus:
 def imdb(path: Path, rng: random.Random) -> Corpus:
     """IMDb's own train and test parts; a tenth of the first is held out."""
     parts: dict[str, list[Review]] = {"train": [], "test": []}
-    for file, data in _folder_files(path) if path.is_dir() else _archive_files(path):
+    in_folder = ((file.relative_to(path).as_posix(), file.read_bytes()) for file in path.rglob("*.txt"))
+    for file, data in in_folder if path.is_dir() else _archive_files(path):
         *_, part, folder, _ = ("", "", *PurePosixPath(file).parts)
         if part in parts and folder in ("neg", "pos") and file.endswith(".txt"):
             name = "/".join(PurePosixPath(file).parts[-3:])
@@ -88,11 +89,6 @@ def imdb(path: Path, rng: random.Random) -> Corpus:
     for reviews in parts.values():
         reviews.sort(key=lambda review: review.name)
     return Corpus(*_cut(parts["train"], rng, 0.9), parts["test"])
-
-
-def _folder_files(path: Path) -> Iterator[tuple[str, bytes]]:
-    for file in path.rglob("*.txt"):
-        yield file.relative_to(path).as_posix(), file.read_bytes()
 
 
 def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:

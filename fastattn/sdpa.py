@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
     try:
         return computed(parsed(*arguments, scale=scale, enable_gqa=enable_gqa), backend)
     except RefusedError as refusal:
-        raise refusal.__cause__ from None
+        raise refusal.args[0] from None
 
 
 class Call(NamedTuple):
@@ -92,7 +92,10 @@ class Call(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A call was refused, before anything was computed; its cause is of torch's class."""
+    """A call was refused, before anything was computed, by its argument: an exception of torch's class.
+
+    It is raised without `from`, which torch 2.10 traces for Python's own classes alone.
+    """
 
 
 def parsed(*args: object, **kwargs: object) -> Call:
@@ -104,7 +107,7 @@ def parsed(*args: object, **kwargs: object) -> Call:
     try:
         return _parsed(*args, **kwargs)
     except (TypeError, ValueError, RuntimeError, IndexError, OverflowError) as error:
-        raise RefusedError(*error.args) from error
+        raise RefusedError(error)  # noqa: B904
 
 
 def computed(call: Call, backend: str | None) -> Tensor:
@@ -121,7 +124,7 @@ def computed(call: Call, backend: str | None) -> Tensor:
         try:  # a kernel may raise one too; this runs none
             explain(q, k, v, mask, scale=scale, bias=bias, dropout_p=dropout_p)
         except ValueError:
-            raise RefusedError(*error.args) from RuntimeError(*error.args)
+            raise RefusedError(RuntimeError(*error.args))  # noqa: B904
         raise
     return o if o.shape == shape else o.reshape(shape)
 

@@ -541,6 +541,14 @@ def is_above(n: int, limit: int) -> bool:
     return statically_known_true(n > limit)
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces: in graphs of torch.compile too, where torch 2.10 says so of every one."""
+    return torch.compiler.is_exporting()
+
+
+is_exporting._dynamo_marked_constant = True  # Dynamo calls it then, rather than answer for torch's own function
+
+
 def is_jagged(x: object) -> bool:
     """Whether `x` is a nested tensor of layout torch.jagged: samples one after the other, without padding."""
     return isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged

@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 from .. import blocks
 from ..backends import NoBackendError, while_tracing
 from ..sdpa import Call, RefusedError, causal_bias, computed, parsed
-from ..spec import is_jagged
+from ..spec import is_exporting, is_jagged
 from .sdpa_callers import TORCHS_OWN, ToFastattn
 
 _lock = threading.RLock()
@@ -218,7 +218,7 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
     # torch 2.10 traces this, and not the quicker torch._C._is_torch_function_mode_enabled.
     if any(type(mode) not in (DeviceContext, ToFastattn) for mode in _get_current_function_mode_stack()):
         return "a TorchFunctionMode sees the call first"
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if torch.jit.is_tracing() or is_exporting():
         return "the call is traced or exported, to run where fastattn may not be"
     if forward_ad._current_level >= 0 and _transforms().count(_KIND.Jvp) > 1:
         return "its derivative is taken in forward mode inside forward mode"

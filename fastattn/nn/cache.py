@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..spec import Mask
+from ..spec import Mask, is_exporting
 from .checks import check_ints, check_tensor
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class KVCache:
         self._before: tuple[int | Tensor, int] | None = None  # the lengths before the last `extend`
         self._layers: dict[int, _Growing] = {}
         self._memories: dict[int, _Memory] = {}
-        self._is_of_export = torch.compiler.is_exporting()
+        self._is_of_export = is_exporting()
 
     def extend(self, n: int, real: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
         """Makes room for n tokens of each sample, which the next pass through the layers adds.
@@ -182,7 +182,7 @@ def check_causal(mask: Mask) -> None:
 
 def check_export(cache: KVCache | PagedCache) -> None:
     """Raises where an exported program would begin every call with the tokens that a cache had during the export."""
-    if torch.compiler.is_exporting() and not cache._is_of_export:
+    if is_exporting() and not cache._is_of_export:
         name = type(cache).__name__
         raise NotImplementedError(
             f"cache must be None or made in the model's forward for torch.export, whose programs cannot keep a {name}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..paged import QUANTIZED, attention_paged
-from ..spec import Mask
+from ..spec import Mask, is_exporting
 from .cache import KVCache, check_causal, check_export
 from .checks import check_ints
 
@@ -53,7 +53,7 @@ class PagedCache:
         self.pages, self.page_size, self.dtype = pages, page_size, dtype
         self._free = list(range(pages))
         self._layers: dict[int, dict[str, Tensor]] = {}
-        self._is_of_export = torch.compiler.is_exporting()
+        self._is_of_export = is_exporting()
 
     @property
     def free(self) -> int:

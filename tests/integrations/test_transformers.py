@@ -290,8 +290,18 @@ def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
     position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1]])
     blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1], [-1] * 4 + [0] * 5])
     causal, left_padding = m.causal_mask_function, torch.tensor([0, 2])
-    remapped = m.remap_positions_for_packed_sequence(causal, position_ids)
     window, local = m.sliding_window_causal_mask_function(3), m.sliding_window_bidirectional_mask_function(2)
+
+    remapped = []
+    if hasattr(m, "remap_positions_for_packed_sequence"):  # not in 5.20, the last for Python 3.10
+        of_positions = m.remap_positions_for_packed_sequence(causal, position_ids)
+        with_more = m.and_masks(m.bidirectional_mask_function, of_positions)
+        remapped = [("remapped, not packed", of_positions), ("remapped and more, not packed", with_more)]
+
+    def in_pack(function: Callable) -> Callable:
+        if remapped:
+            return m.packed_sequence_compatibility_function(function, position_ids, packed)
+        return m.and_masks(function, m.packed_sequence_mask_function(packed))
 
     def own(batch, head, q, k):
         return (q + k) % 2 == 0
@@ -301,10 +311,9 @@ def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
         ("bidirectional", m.bidirectional_mask_function, True),
         ("window", window, True),
         ("local", local, True),
-        ("packed", m.packed_sequence_compatibility_function(causal, position_ids, packed), True),
-        ("packed window", m.packed_sequence_compatibility_function(window, position_ids, packed), True),
-        ("remapped, not packed", remapped, False),
-        ("remapped and more, not packed", m.and_masks(m.bidirectional_mask_function, remapped), False),
+        ("packed", in_pack(causal), True),
+        ("packed window", in_pack(window), True),
+        *((name, function, False) for name, function in remapped),
         ("window of no key", m.sliding_window_causal_mask_function(0), False),
         ("two windows", m.and_masks(window, local), False),
         ("chunked", m.chunked_causal_mask_function(4, left_padding), False),

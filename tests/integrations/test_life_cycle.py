@@ -203,6 +203,9 @@ def test_what_was_pickled_can_be_taken_back(name):
     assert traces(swapped)
 
 
+FAST_PATH = torch.ops.aten._transformer_encoder_layer_fwd.default
+
+
 @pytest.fixture
 def compiled() -> Iterator[tuple[Callable, list[bool]]]:
     """A backend of torch.compile, and of each graph that it was given whether fastattn is in it."""
@@ -228,6 +231,8 @@ def test_compiles_whole_and_once_for_every_size(name, compiled):
 
 @pytest.mark.parametrize("name", ["encoder", "bert"])
 def test_a_compiled_model_can_be_swapped_and_taken_back(name, compiled):
+    if name == "encoder" and FAST_PATH not in torch._decomp.meta_table:
+        pytest.skip(f"torch {torch.__version__} compiles no padding in its own encoder")
     original, _ = pair(name)
     model = copy.deepcopy(original)
     backend, graphs = compiled

@@ -194,6 +194,8 @@ COMPUTED_BY_TORCH = {  # what fastattn refuses
 
 @pytest.mark.parametrize("name", COMPUTED_BY_TORCH)
 def test_what_torch_computes_is_computed(name):
+    if name == "no heads" and torch.__version__ < "2.13":
+        pytest.skip("torch 2.10 and 2.11 divide by the number of heads, and the process ends")
     changed, why = COMPUTED_BY_TORCH[name]
     arguments = dict(zip(("query", "key", "value"), qkv(), strict=True)) | changed
     expected = TORCHS_OWN(**arguments)
@@ -591,7 +593,7 @@ def test_torchs_own_samples(dtype):
     assert computed >= (0 if dtype == torch.float64 else 10)
 
 
-@pytest.mark.skipif(not hasattr(nn.attention, "register_flash_attention_impl"), reason="this torch has no registry")
+@pytest.mark.skipif(not hasattr(nn.attention, "restore_flash_attention_impl"), reason="this torch has no way back")
 def test_torchs_registry_of_flash_attention():
     assert "fastattn" in nn.attention.list_flash_attention_impls()
     nn.attention.activate_flash_attention_impl("fastattn")

@@ -217,6 +217,8 @@ TAKEN = {  # what fastattn could refuse, and computes
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_taken(name):
+    if name == "no heads" and torch.__version__ < "2.13":
+        pytest.skip("torch 2.10 and 2.11 divide by the number of heads, and the process ends")
     arguments, options = TAKEN[name]
     expected = TORCHS_OWN(*arguments, **options)
     assert_same_outcome(fastattn.scaled_dot_product_attention(*arguments, **options), expected)

@@ -132,7 +132,7 @@ class Mask:
         per_sample = isinstance(self.q_offset, Tensor) and self.q_offset.dim() == 1
         return rank_q + (self.q_offset[:, None] if per_sample else self.q_offset), rank_k
 
-    def keep(self, n_q: int, n_k: int, device: torch.device | str | None = None, rows: slice = slice(None)) -> Tensor:
+    def keep(self, n_q: int, n_k: int, device: torch.device | str | None = None, rows: slice | None = None) -> Tensor:
         """bool [B or 1, H or 1, n_q, n_k], True where the query may see the key. THE definition of every field.
 
         Args:
@@ -141,6 +141,7 @@ class Mask:
         Raises:
             ValueError: a length is not that of the tensors of this mask.
         """
+        rows = slice(None) if rows is None else rows  # no default, which torch 2.10 cannot trace
         for name, n, known in zip(("n_q", "n_k"), (n_q, n_k), self._lengths(), strict=True):
             if any(n != length for length in known):
                 lengths = ", ".join(map(str, known))

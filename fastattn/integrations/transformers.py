@@ -675,17 +675,20 @@ def _fields(function: Callable) -> dict[str, object] | None:
         return {}
     if function is masking_utils.causal_mask_function:
         return {"causal": True}
-    match getattr(function, _MADE_BY, None):
-        case "sliding_window_overlay", (0,):  # as Qwen2-MoE makes one that no layer reads
+    maker, given = getattr(function, _MADE_BY, (None, ()))
+    if maker == "and_masks":
+        return _all_of(given)
+    if len(given) != 1:  # `match` would say it shorter, of which torch 2.10 traces constants alone
+        return None
+    (argument,) = given
+    if maker == "sliding_window_overlay":
+        if argument == 0:  # as Qwen2-MoE makes one that no layer reads
             return {"dense": torch.tensor(False, device="cpu")}
-        case "sliding_window_overlay", (width,):
-            return {"window": (width - 1, None)}
-        case "sliding_window_bidirectional_overlay", (width,):
-            return {"window": (width, width)}
-        case "packed_sequence_mask_function", (ids,):
-            return {"segment_ids": (ids, ids)}
-        case "and_masks", functions:
-            return _all_of(functions)
+        return {"window": (argument - 1, None)}
+    if maker == "sliding_window_bidirectional_overlay":
+        return {"window": (argument, argument)}
+    if maker == "packed_sequence_mask_function":
+        return {"segment_ids": (argument, argument)}
     return None
 
 

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -218,6 +218,9 @@ def _functions_of(cls: type) -> tuple[FunctionType, ...]:
     return tuple(functions)
 
 
+_BEFORE_ALL = SimpleNamespace(argval=None)  # code of Python 3.11 and newer begins with RESUME
+
+
 @functools.cache
 def _calls(function: FunctionType) -> bool:
     """Whether the code names torch's function, also by another name, and not one of its own that has the same name."""
@@ -233,7 +236,7 @@ def _calls(function: FunctionType) -> bool:
             and not (own if at.opname == "LOAD_GLOBAL" else before.argval in (*itself, "aten"))  # torch.ops.aten's too
         )
         for part in _codes_in(code)
-        for before, at in pairwise(dis.get_instructions(part))
+        for before, at in pairwise((_BEFORE_ALL, *dis.get_instructions(part)))
     )
 
 

@@ -102,7 +102,7 @@ def patch_sdpa() -> SDPAPatch:
     calls on tensors of a subclass (distributed; a CausalBias and jagged nested tensors are taken), calls that a
     TorchFunctionMode sees, that are traced or exported, or whose kernel `torch.nn.attention.sdpa_kernel` chooses.
     Answers are fastattn's otherwise, with other random numbers under dropout: a backward that computes its forward
-    again (torch.utils.checkpoint) belongs in the patch too.
+    again (torch.utils.checkpoint) belongs in the patch too, and in no TorchFunctionMode, which torch leaves before it.
 
     A `__torch_function__` that compares its function with `torch.nn.functional.scaled_dot_product_attention` finds them
     the same, but not in a call by a name that was imported before the patch.

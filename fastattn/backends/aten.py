@@ -424,6 +424,7 @@ def _table(
         position_q, position_k = mask.positions(n_q, n_k, device)
         distance = (position_q[:, None, :, None] - position_k[:, None, None]).abs().to(dtype)
         added = added - slopes.to(dtype)[..., None, None] * distance
+    added = added[(None,) * (4 - added.dim())]
     is_table = not mask.features() and (added.shape[-1:], added.stride()[-1:]) == ((n_k,), (1,))  # as kernels read it
     table = added if is_table else torch.where(keep, added, added.new_full((), -math.inf))
     unseeing = ~keep.any(-1) if bias is None else table.amax(-1) == -math.inf

@@ -240,6 +240,24 @@ def test_a_bias_is_not_rounded():
     ]
 
 
+@pytest.mark.parametrize(
+    "shape", [(8,), (1, 1), (5, 8), (2, 5, 8), (2, 5, 1), (3, 1, 1, 8), (1, 2, 5, 8), (3, 2, 5, 8)]
+)
+@pytest.mark.parametrize("layout", ["rows", "columns", "part of rows"])
+def test_a_bias_of_any_shape_and_layout_is_right(layout, shape):
+    """PyTorch's kernel takes those of four dimensions alone, and reads each row as it should lie in memory."""
+    q, k, v = (torch.randn(3, 2, n, 16, dtype=torch.float64, requires_grad=True) for n in (5, 8, 8))
+    bias = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)[..., : shape[-1]]
+    if layout != "part of rows":
+        bias = bias.contiguous() if layout == "rows" or len(shape) == 1 else bias.mT.contiguous().mT
+
+    def outputs(backend):
+        o = fastattn.attention(q, k, v, bias=bias, backend=backend)
+        return o, *torch.autograd.grad(o.sin().sum(), (q, k, v))
+
+    assert_close(outputs("torch"), outputs("reference"), rtol=1e-12, atol=1e-12)
+
+
 def test_it_serves_fp64_in_silence_and_warns_where_it_stands_in(monkeypatch):
     x = torch.randn(1, 2, 9, 8)
     with warnings.catch_warnings():

@@ -59,6 +59,15 @@ FASTATTN_INLINE void with_rows_of_units(const Input& x, Use use) {
 }
 FASTATTN_INLINE Floats load_units(const BFloat16* p) { return (Floats) * reinterpret_cast<const ElementsInMemory*>(p); }
 
+#if defined(__aarch64__)
+constexpr bool reads_some_units(DType) { return false; }
+#else
+constexpr bool reads_some_units(DType dtype) { return dtype == DType::bf16; }
+FASTATTN_INLINE Floats load_some_units(const BFloat16* p, int64_t n) {
+  return (Floats)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << lesser(n, 2 * kLanes)) - 1), p);
+}
+#endif
+
 // The elements of half of the lanes of two vectors, in pairs.
 template <int kHalf, int... J>
 FASTATTN_INLINE Floats interleaved(Floats first, Floats second, std::integer_sequence<int, J...>) {

@@ -37,6 +37,13 @@ FASTATTN_INLINE Floats load_units(const Element* p) {
   return widen(p);
 }
 
+// Whether the first n of a vector of units in memory can be read alone, and these, with zeros after them.
+constexpr bool reads_some_units(DType dtype) { return kLanes == 16 && dtype != DType::i8; }
+template <class Element>
+FASTATTN_INLINE Floats load_some_units(const Element* p, int64_t n) {
+  return widen_few(p, lesser(n, kLanes));
+}
+
 // Vector `c` of the right factor of a sum over rows, at step k of it: row(i, j) is vector j of row i, of units.
 template <class Row>
 FASTATTN_INLINE Floats across_rows(Row row, int64_t k, int64_t c) {

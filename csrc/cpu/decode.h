@@ -81,6 +81,8 @@ inline int64_t rows_of_chunk(const Input& x, int64_t d) {
   return greater(kChunkBytes / greater(d * bytes_of(x.dtype), 1) / kLanes, 1) * kLanes;
 }
 
+constexpr bool is_of_vectors(int64_t d) { return d % (kLanes * kPerUnit) == 0; }
+
 // The cache lines that a thread reads in items that follow each other, each of which is prefetched when so many bytes
 // are still to be read before it: the processor's own prefetching stops at the end of a page of memory, and takes in
 // only what is read in order.
@@ -89,7 +91,8 @@ class LinesToCome {
   // Of an item whose blocks of keys begin at `begin` and end at `end` or after it, and then of the next one.
   LinesToCome(const Params& p, const DecodeItem& item, int64_t begin, int64_t end, const DecodeItem* next)
       : p_(p), item_(&item), next_(next), block_(begin), place_(begin), end_of_item_(end) {
-    const bool copied = (p.d_qk | p.d_v) % (kLanes * kPerUnit) != 0;  // which a whole block is, without a pause
+    // A whole block is copied without a pause.
+    const bool copied = !is_of_vectors(p.d_qk | p.d_v) && !reads_some_units(p.k.dtype);
     // Rows of 8 bits take longer for each byte.
     const int64_t ahead = copied ? 48 << 10 : p.k.dtype == DType::i8 ? 8 << 10 : 12 << 10;
     // A few short rows are read before a prefetch of those that come next is worth its time.
@@ -180,17 +183,23 @@ class LinesToCome {
   int64_t due_ = 0;
 };
 
-// Rows that are read by whole vectors of units, with what comes after them.
-template <class Element>
+// Rows that are read by whole vectors of units, with what comes after them; but for their last one, if `kEndsWithin`.
+template <class Element, bool kEndsWithin = false>
 struct Stream {
   const Element* data;
   int64_t stride;
+  int64_t d;  // elements of a row from `data` on
   LinesToCome* to_come;
   int64_t bytes_of_row;       // that one pass over them counts as read
   int64_t steps_at_once = 1;  // of a sum over the rows, a power of two
 
   FASTATTN_INLINE Floats row(int64_t i, int64_t vector) const {
-    return load_units(data + i * stride + vector * kLanes * kPerUnit);
+    const int64_t at = vector * kLanes * kPerUnit;
+    if constexpr (kEndsWithin) {
+      return load_some_units(data + i * stride + at, d - at);
+    } else {
+      return load_units(data + i * stride + at);
+    }
   }
   // As the right factor of a sum over the rows.
   FASTATTN_INLINE Floats operator()(int64_t step, int64_t vector) const {
@@ -202,7 +211,7 @@ struct Stream {
     constexpr int64_t kCounted = 256;
     int64_t steps = 1;
     while (2 * steps <= kLanes / kPerUnit && 2 * steps * kPerUnit * bytes <= kCounted) steps *= 2;
-    return {data + column, stride, to_come, bytes, steps};
+    return {data + column, stride, d - column, to_come, bytes, steps};
   }
 };
 
@@ -215,9 +224,9 @@ constexpr int kKeysAtOnce = R == 1                                          ? kL
 
 // s[row, first + i] = q[row] . k[first + i] for fewer than kLanes keys, and zeros in the other lanes: the same sums, in
 // the same order, as dot_products.
-template <class Element>
-FASTATTN_ONCE void dot_products_of_few(const float* q, int64_t rows, Stream<Element> k, int64_t first, int64_t n,
-                                       int64_t d, float* s) {
+template <class Keys>
+FASTATTN_ONCE void dot_products_of_few(const float* q, int64_t rows, Keys k, int64_t first, int64_t n, int64_t d,
+                                       float* s) {
   k.to_come->step(n * k.bytes_of_row);
   for (int64_t row = 0; row < rows; ++row, q += units(d), s += kDecodeKeys) {
     Floats products[kLanes] = {};
@@ -234,8 +243,8 @@ FASTATTN_ONCE void dot_products_of_few(const float* q, int64_t rows, Stream<Elem
 
 // s[row, i] = q[row] . k[i] for R rows and n keys, and zeros up to a multiple of kLanes. What is read of a key serves
 // all rows.
-template <int R, class Element>
-FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, int64_t d, float* s) {
+template <int R, class Keys>
+FASTATTN_INLINE void dot_products(const float* q, Keys k, int64_t n, int64_t d, float* s) {
   constexpr int kKeys = kKeysAtOnce<R>, kRowsOfVector = kKeys < kLanes ? kLanes / kKeys : 1;
   const int64_t bytes_of_vector = k.bytes_of_row * kLanes / greater(units(d), 1), rest = n % kLanes;
   for (int64_t i = 0; i < n - rest; i += kKeys) {
@@ -333,10 +342,10 @@ template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
                                   int64_t d, int64_t together, float* copy, int64_t passes, LinesToCome& to_come,
                                   Use use) {
-  const bool by_vectors = d % (kLanes * kPerUnit) == 0;
+  const bool by_vectors = is_of_vectors(d), reads_in_place = by_vectors || reads_some_units(x.dtype);
   const bool pages_are_vectors = x.table && x.page_rows % kLanes == 0 && keys.at(first) % kLanes == 0;
   const bool in_steps = x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n));
-  const int64_t in_place = by_vectors && in_steps ? n / together * together : 0;
+  const int64_t in_place = reads_in_place && in_steps ? n / together * together : 0;
   const int64_t bytes_of_row = (d * bytes_of(x.dtype) + passes - 1) / passes;
   with_rows_of_units(x, [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
@@ -356,14 +365,20 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
         }
       }
       const auto* rows = reinterpret_cast<const Element*>(x.row(b, h, key));
-      use(Stream<Element>{rows, x.row_stride, &to_come, bytes_of_row}, i, end - i, of_rows);
+      if constexpr (reads_some_units(kDTypeOf<Element>)) {
+        if (!by_vectors) {
+          use(Stream<Element, true>{rows, x.row_stride, d, &to_come, bytes_of_row}, i, end - i, of_rows);
+          continue;
+        }
+      }
+      use(Stream<Element>{rows, x.row_stride, d, &to_come, bytes_of_row}, i, end - i, of_rows);
     }
   });
   if (in_place == n) return;
   const int64_t rest = n - in_place, n_padded = (rest + together - 1) / together * together;
   const Rows rows = rows_of(x, b, h, keys, first + in_place, rest, n_padded, d, true, copy);
   const auto* data = reinterpret_cast<const LeftElement*>(rows.data);
-  use(Stream<LeftElement>{data, rows.stride * kPerUnit, &to_come, bytes_of_row}, in_place, n_padded, nullptr);
+  use(Stream<LeftElement>{data, rows.stride * kPerUnit, d, &to_come, bytes_of_row}, in_place, n_padded, nullptr);
 }
 
 // Rows of weights in a tile of C vectors of columns: those of eight leave registers for the values.
@@ -383,8 +398,8 @@ FASTATTN_INLINE void each_column_tile_for(int64_t rows, int64_t columns, Run run
 }
 
 // to += weights * v for some rows of weights and n keys, a multiple of kPerUnit, and C vectors of columns.
-template <int C, class Element>
-FASTATTN_ONCE void add_values(Target to, int64_t rows, int64_t n, Rows weights, Stream<Element> v) {
+template <int C, class Values>
+FASTATTN_ONCE void add_values(Target to, int64_t rows, int64_t n, Rows weights, Values v) {
   each_tile<kTileRowsOfWeights<C>>(0, rows, [&](auto tile_rows, int64_t i) {
     Floats sums[decltype(tile_rows)::value][C];
     vector_product(n / kPerUnit, weights.at_row(i), v, sums);

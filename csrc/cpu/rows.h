@@ -219,6 +219,11 @@ FASTATTN_INLINE void with_rows(const Input& x, Use use) {
 }
 template <class Element>
 constexpr bool kIsScaled = sizeof(Element) == 1;
+template <class Element>
+constexpr DType kDTypeOf = std::is_same<Element, float>::value      ? DType::f32
+                           : std::is_same<Element, BFloat16>::value ? DType::bf16
+                           : std::is_same<Element, Float16>::value  ? DType::f16
+                                                                    : DType::i8;
 
 // Rows i, ..., i + n - 1 of a list, [n, padded d], those of 8 bits times their scales.
 [[maybe_unused]] void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,

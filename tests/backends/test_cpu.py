@@ -136,6 +136,18 @@ def test_environment_lowers_the_instruction_set(capability):
     assert cpu.capability() == next(name for name in below if name in info["runs_here"])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [5, 8, 40, 72])
+def test_what_stands_behind_a_row_is_not_read(head_dim, dtype):
+    """The last vector of a row may hold fewer elements than the registers, which NaN comes after."""
+    q, *of_keys = (torch.randn(1, 2, n, head_dim).to(dtype) for n in (1, 50, 50))
+    cut_out = [torch.full_like(x, math.nan).repeat(1, 1, 1, 2) for x in of_keys]
+    for x, larger in zip(of_keys, cut_out, strict=True):
+        larger[..., :head_dim] = x
+    o = fastattn.attention(q, *(larger[..., :head_dim] for larger in cut_out), backend="cpu")
+    assert torch.equal(o, fastattn.attention(q, *of_keys, backend="cpu"))
+
+
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm lists what the module asks for")
 def test_the_module_takes_of_torch_what_every_torch_has():
     listed = subprocess.run(["nm", "-D", "-u", build.CPU.load().__file__], check=True, capture_output=True, text=True)

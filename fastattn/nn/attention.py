@@ -38,6 +38,13 @@ _IN_CALLS = {
 }
 
 
+def _are_same(x: Tensor, y: Tensor) -> bool:
+    """Whether these are one tensor: hooks of gradients and fully_shard hand on a view for each argument."""
+    if x is y or torch.compiler.is_compiling() or x._base is None or x._base is not y._base:
+        return x is y
+    return (x.shape, x.stride(), x.storage_offset()) == (y.shape, y.stride(), y.storage_offset())
+
+
 class MultiHeadAttention(nn.MultiheadAttention):
     """A drop-in for torch.nn.MultiheadAttention: its parameters, initialisation, state_dict, arguments and answers.
 
@@ -253,9 +260,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         plan = None
         if (block := blocks.current()) is not None:
             objection = None if cache is None else "cache must be None in a context_parallel block, got one"
-            # Hooks of gradients and fully_shard hand on views of the inputs, one for each.
-            alike = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
-            plan = block.within(cross=not alike, objection=objection)
+            plan = block.within(cross=not _are_same(query, key), objection=objection)
         o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights, plan)
         if weights is not None and not batched:
             weights = weights[0]

@@ -85,9 +85,9 @@ class Mask:
             _check_table("q_offset", self.q_offset, _INTEGERS, (1, 2))
         elif not (isinstance(self.q_offset, torch.SymInt) or abs(self.q_offset) <= 2**61):  # kFar in csrc/mask.h
             raise ValueError(f"mask.q_offset must be an int from -2**61 to 2**61, got {self.q_offset}")
-        if self.window != NO_WINDOW:  # `is not` of tuples is nothing that torch 2.10 traces
-            if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
-                raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
+        if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
+            raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
+        if isinstance(self.window, list) or not self.window[0] is self.window[1] is None:
             object.__setattr__(self, "window", tuple(as_int(width) for width in self.window))
             for side, width in zip(("left", "right"), self.window, strict=True):
                 if width is not None and not (is_int(width) and _is_within_64_bits(width, 0)):

@@ -55,6 +55,7 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "dense shape": ({"mask": made_of(dense=ONES)}, "mask.dense must be broadcastable to [2, 4, 5, 7], got [2, 7]"),
     "window": ({"mask": made_of(window=(-1, None))}, "mask.window's left must be None or an int from 0 to 2**63 - 1"),
     "window pair": ({"mask": made_of(window=3)}, "mask.window must be a pair (left, right), got 3"),
+    "window of NumPy": ({"mask": made_of(window=np.float32(3))}, "mask.window must be a pair (left, right), got "),
     "q_offset": ({"mask": made_of(q_offset=0.5)}, "mask.q_offset must be an int or an integer Tensor, got 0.5"),
     "q_offset shape": ({"mask": made_of(q_offset=ONES.long())}, "mask.q_offset must be [2] or [2, 5], got [2, 7]"),
     "q_offset tensor": ({"mask": made_of(q_offset=Q[:, 0, 0, 0])}, "mask.q_offset must be int32 or int64, got torch"),

@@ -1,6 +1,6 @@
 """Prints the random calls on one core of the CPU that take longer than PyTorch's own: the classes nobody thought of.
 
-    python benchmarks/random_calls.py [--seed 1] [--seconds 300] [--at-least 16] [--dtype fp32 bf16]
+    python -m benchmarks.random_calls [--seed 1] [--seconds 300] [--at-least 16] [--dtype fp32 bf16]
 
 Lengths, head dims, grouped heads, masks, biases, layouts and gradients are drawn anew; the answers of both are held to
 fp64 before they are timed. A sample is the CPU time of a thread, and both take turns.
@@ -26,6 +26,7 @@ from fastattn import Mask
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LARGEST_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+LENGTHS = (1, 2, 5, 16, 33, 64, 77, 128, 197, 256, 512, 1000, 2048)
 KINDS = ("none", "none", "causal", "padding", "causal padding", "one bias", "bias for each head", "dense")
 LAYOUTS = ("heads first", "tokens first", "tokens first", "of one projection", "cut out")
 MOST_PAIRS, MOST_ELEMENTS = 2**29, 2**25  # times the head dim; of keys
@@ -47,7 +48,7 @@ def draw(rng: random.Random, dtypes: list[str], at_least: int) -> tuple[str, Cal
     """(what it is, attention and PyTorch's function of q, k and v, these); None where it would be too large."""
     dtype, kind, layout = DTYPES[rng.choice(dtypes)], rng.choice(KINDS), rng.choice(LAYOUTS)
     B, H_kv, group = rng.choice((1, 1, 2, 4, 8, 32)), rng.choice((1, 2, 4, 8)), rng.choice((1, 1, 1, 2, 4, 8))
-    lengths = [n for n in (1, 2, 5, 16, 33, 64, 77, 128, 197, 256, 512, 1000, 2048) if n >= at_least]
+    lengths = [n for n in LENGTHS if n >= at_least]
     n_q, D = rng.choice(lengths), rng.choice((8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 128, 128, 192, 256))
     n_k = n_q if "causal" in kind or rng.random() < 0.5 else rng.choice(lengths)
     H, training = H_kv * group, rng.random() < 0.5
@@ -97,15 +98,15 @@ def main() -> None:
     """Prints the slower calls, and how many there were."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--at-least", type=int, default=1, metavar="N", help="queries and keys")
+    parser.add_argument("--seconds", type=float, default=300.0, help="at least one call is made")
+    parser.add_argument("--at-least", type=int, choices=LENGTHS, default=1, help="queries and keys")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     warnings.simplefilter("ignore", fastattn.FallbackWarning)
     rng, end, ratios = random.Random(options.seed), time.monotonic() + options.seconds, []
-    while time.monotonic() < end:
+    while not ratios or time.monotonic() < end:
         if (drawn := draw(rng, options.dtype, options.at_least)) is None:
             continue
         what, ours, theirs, inputs = drawn

@@ -38,8 +38,8 @@ _IN_CALLS = {
 }
 
 
-def _are_same(x: Tensor, y: Tensor) -> bool:
-    """Whether these are one tensor: hooks of gradients and fully_shard hand on a view for each argument."""
+def _are_one_tensor(x: Tensor, y: Tensor) -> bool:
+    """Whether x is y, or both are its view: hooks of gradients and fully_shard give each argument a view of its own."""
     if x is y or torch.compiler.is_compiling() or x._base is None or x._base is not y._base:
         return x is y
     return (x.shape, x.stride(), x.storage_offset()) == (y.shape, y.stride(), y.storage_offset())
@@ -260,7 +260,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         plan = None
         if (block := blocks.current()) is not None:
             objection = None if cache is None else "cache must be None in a context_parallel block, got one"
-            plan = block.within(cross=not _are_same(query, key), objection=objection)
+            plan = block.within(cross=not _are_one_tensor(query, key), objection=objection)
         o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights, plan)
         if weights is not None and not batched:
             weights = weights[0]
